@@ -1,0 +1,197 @@
+"""A plan entry -> a chunk.
+
+`build_chunk` is a pure function of the recipe and the documents: the same payload whoever builds it, wherever, in
+whatever order, and however often it was killed before. Forward building, filling gaps, resuming, several builders at
+once and repair are this one function; they differ only in which chunk numbers they ask for.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import packhorse
+from packhorse.cache.chunk import ChunkContent, Encoded, encode_chunk
+from packhorse.cache.plan import Range
+from packhorse.cache.recipe import Recipe, read_identity, tokenizer_json
+from packhorse.cache.record import Record, commit
+from packhorse.corpus.documents import Documents, Skipped, TextFile, read_documents
+from packhorse.corpus.engines import PROBES, Engine, make_engine, probe_digest
+from packhorse.corpus.packing import Packed, pack
+from packhorse.corpus.tokens import tokenize
+from packhorse.errors import EngineMismatch
+
+Progress = Callable[[int, int, int], None]
+"""Called with (documents, tokens, bytes of text) done since the last call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a builder needs to make one chunk."""
+
+    chunk: int
+    ranges: list[Range]
+    files: dict[int, TextFile]
+    """File number -> the file, ready to be sought."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A chunk that was built, and what was counted on the way."""
+
+    encoded: Encoded
+    train: Packed
+    eval: Packed
+    documents: int
+    eval_documents: int
+    cut_documents: int
+    skipped: Skipped
+    text_bytes: int
+
+
+def build_chunk(
+    recipe: Recipe, job: Job, engine: Engine | None, compression: str, progress: Progress | None = None
+) -> Built:
+    """Build one chunk: its payload depends on the recipe and the job's documents alone.
+
+    Raises:
+        SourceError: a source cannot be read.
+        EngineMismatch: the engine differs from the reference.
+    """
+    skipped = Skipped()
+    parts = list(
+        _counted(
+            tokenize(
+                _documents(job, skipped),
+                engine,
+                skipped,
+                bos_id=recipe.bos_id,
+                eos_id=recipe.eos_id,
+                eval_share=recipe.eval_share,
+                vocab_size=recipe.vocab_size,
+            ),
+            progress,
+        )
+    )
+    lengths = _join([np.diff(part.ends, prepend=0) for part in parts], np.int64)
+    ids = _join([part.ids for part in parts], np.uint32)
+    rows = _join([part.rows for part in parts], np.int64)
+    is_eval = _join([part.is_eval for part in parts], bool)
+    train, train_cut = _pack_side(recipe, ids, lengths, ~is_eval)
+    evaluation, eval_cut = _pack_side(recipe, ids, lengths, is_eval)
+    encoded = encode_chunk(
+        ChunkContent(train=train, eval=evaluation, document_rows=rows, document_sides=is_eval),
+        job.chunk,
+        recipe.digest,
+        recipe.vocab_size,
+        compression,
+    )
+    return Built(
+        encoded=encoded,
+        train=train,
+        eval=evaluation,
+        documents=len(lengths),
+        eval_documents=int(is_eval.sum()),
+        cut_documents=train_cut + eval_cut,
+        skipped=skipped,
+        text_bytes=sum(part.text_bytes for part in parts),
+    )
+
+
+class Builder:
+    """Builds and commits chunks of one cache, in this process.
+
+    Args:
+        folder: The cache: its recipe and its tokenizer are there.
+        engine: `fastokens`, `hf` or `slow`; "" for sources of ids.
+        compression: A level of `chunk.LEVELS`.
+    """
+
+    def __init__(self, folder: Path, engine: str, compression: str) -> None:
+        self.folder, self.compression = folder, compression
+        identity = read_identity(folder)
+        self.recipe = identity.recipe
+        self.engine: Engine | None = None
+        if engine:
+            split = self.recipe.split_special_tokens
+            self.engine = make_engine(engine, tokenizer_json(folder, identity), split, str(folder / "tokenizer"))
+            # The probe set is in the recipe: whatever happened to libraries or files, these ids may not change.
+            if split and probe_digest(self.engine) != self.recipe.tokenizer_probe:
+                raise EngineMismatch(f"{self.engine.name} {self.engine.version}", "".join(PROBES))
+
+    def build(self, job: Job, progress: Progress | None = None) -> Record:
+        """Build a chunk and commit it.
+
+        Returns:
+            The record that counts (see `record.commit`).
+        """
+        start = time.monotonic()
+        built = build_chunk(self.recipe, job, self.engine, self.compression, progress)
+        record = Record(
+            recipe=self.recipe.digest,
+            chunk=job.chunk,
+            ranges=job.ranges,
+            payload_sha256=built.encoded.payload_sha256,
+            file_sha256=built.encoded.file_sha256,
+            file_bytes=built.encoded.num_bytes,
+            index_sha256=built.encoded.index_sha256,
+            train_sequences=len(built.train.tokens),
+            eval_sequences=len(built.eval.tokens),
+            train_tokens=built.train.num_tokens,
+            eval_tokens=built.eval.num_tokens,
+            pieces=len(built.train.piece_lengths) + len(built.eval.piece_lengths),
+            documents=built.documents,
+            eval_documents=built.eval_documents,
+            cut_documents=built.cut_documents,
+            rows_null=built.skipped.null,
+            rows_empty=built.skipped.empty,
+            rows_invalid=built.skipped.invalid,
+            text_bytes=built.text_bytes,
+            seconds=round(time.monotonic() - start, 3),
+            engine=f"{self.engine.name} {self.engine.version}" if self.engine else "ids",
+            codec=f"lz4 {_lz4_version()} {self.compression}" if self.compression != "none" else "none",
+            packhorse=packhorse.__version__,
+        )
+        return commit(self.folder, record, built.encoded.parts)
+
+
+def _documents(job: Job, skipped: Skipped) -> Iterator[Documents]:
+    for number, start, stop in job.ranges:
+        first = skipped.rows
+        for batch in read_documents(job.files[number], start, stop, skipped):
+            batch.rows += first
+            yield batch
+
+
+def _counted(parts: Iterator, progress: Progress | None) -> Iterator:
+    for part in parts:
+        if progress is not None:
+            progress(len(part.ends), len(part.ids), part.text_bytes)
+        yield part
+
+
+def _join(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype)
+
+
+def _pack_side(recipe: Recipe, ids: np.ndarray, lengths: np.ndarray, mask: np.ndarray) -> tuple[Packed, int]:
+    """Pack the documents of one side; their numbers stay those in the chunk."""
+    own = ids if mask.all() else ids[np.repeat(mask, lengths)]
+    packed = pack(recipe.packing, own, np.cumsum(lengths[mask]), recipe.sequence_length, recipe.pad_id)
+    pieces = np.bincount(packed.piece_documents, minlength=1)
+    numbers = np.flatnonzero(mask).astype(np.uint32)
+    packed = Packed(
+        tokens=packed.tokens,
+        pieces_per_sequence=packed.pieces_per_sequence,
+        piece_lengths=packed.piece_lengths,
+        piece_documents=numbers[packed.piece_documents] if len(numbers) else packed.piece_documents,
+    )
+    return packed, int((pieces > 1).sum())
+
+
+def _lz4_version() -> str:
+    import lz4
+
+    return lz4.library_version_string()

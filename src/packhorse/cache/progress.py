@@ -1,0 +1,83 @@
+"""What a long build tells: rate and time left, as a bar on a terminal, as plain lines elsewhere."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+LINE_SECONDS = 5.0
+"""Plain lines come at most this often."""
+
+
+def say(text: str) -> None:
+    """Print a message for the user, beside results on standard output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class BuildProgress:
+    """Counts what builders report."""
+
+    def __init__(self) -> None:
+        self.chunks_done = self.chunks_total = 0
+        self.bytes_total = 0
+        self.documents = self.tokens = self.text_bytes = 0
+        self._start = self._last_line = time.monotonic()
+        self._bar = None
+
+    def planned(self, chunks: int, text_bytes: int) -> None:
+        """More chunks are to be built."""
+        self.chunks_total += chunks
+        self.bytes_total += text_bytes
+
+    def add(self, documents: int, tokens: int, text_bytes: int) -> None:
+        """Some documents were tokenized."""
+        self.documents += documents
+        self.tokens += tokens
+        self.text_bytes += text_bytes
+        self._show()
+
+    def committed(self) -> None:
+        """A chunk was committed."""
+        self.chunks_done += 1
+        self._show()
+
+    @property
+    def seconds(self) -> float:
+        """Since the first job."""
+        return max(time.monotonic() - self._start, 1e-9)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show progress while the block runs."""
+        self._start = self._last_line = time.monotonic()
+        if not sys.stderr.isatty():
+            yield
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        with Progress(
+            TextColumn("building the cache"),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            console=Console(stderr=True),
+        ) as self._bar:
+            self._task = self._bar.add_task("", total=None)
+            yield
+        self._bar = None
+
+    def _show(self) -> None:
+        if self._bar is not None:
+            total = max(self.bytes_total, self.text_bytes)
+            self._bar.update(self._task, description=str(self), completed=self.text_bytes, total=total)
+        elif time.monotonic() - self._last_line >= LINE_SECONDS:
+            self._last_line = time.monotonic()
+            say(f"building the cache: {self}")
+
+    def __str__(self) -> str:
+        rate = self.text_bytes / self.seconds
+        left = max(self.bytes_total - self.text_bytes, 0) / max(rate, 1)
+        return (
+            f"{self.chunks_done}/{self.chunks_total} chunks, {self.documents / self.seconds:,.0f} documents/s, "
+            f"{self.tokens / self.seconds / 1e6:.2f} M tokens/s, {rate / 1e6:.1f} MB/s, {left:,.0f} s left"
+        )

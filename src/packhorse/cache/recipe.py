@@ -1,0 +1,154 @@
+"""How text becomes sequences: the identity of a cache.
+
+Everything that decides the tokens of a chunk, given its documents, is in the recipe; which documents is in the plan.
+Two caches with equal recipes may be compared, continued and mixed; with another tokenizer, another sequence length
+or another packing a cache is another cache.
+"""
+
+import hashlib
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from packhorse.cache import store
+from packhorse.cache.settings import CacheSettings
+from packhorse.corpus.tokenizer import TokenizerContent, TokenizerFacts
+from packhorse.errors import CacheCorruptionError, CacheIncompleteError, TokenizerError
+
+FORMAT = 1
+"""The version of the folder, the chunk files and the records. Readers refuse what they do not know."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How text becomes sequences. All fields are plain, so that the recipe has one canonical form."""
+
+    format: int = FORMAT
+    tokenizer: str
+    """Fingerprint of the tokenizer's content."""
+    tokenizer_probe: str
+    """SHA-256 of the ids that the reference gives for the probe set."""
+    vocab_size: int
+    bos_id: int | None
+    """The token before every document, None for none."""
+    eos_id: int | None
+    """The token after every document, None for none."""
+    pad_id: int
+    split_special_tokens: bool
+    text_column: str
+    sample_by: str
+    sequence_length: int
+    packing: str
+    eval_share: float
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical form."""
+        return hashlib.sha256(store.canonical(asdict(self))).hexdigest()
+
+    @property
+    def id(self) -> str:
+        """Short form of the digest, for folder names."""
+        return self.digest[:12]
+
+    def differences(self, other: "Recipe") -> list[tuple[str, Any, Any]]:
+        """Fields with other values: (name, here, there)."""
+        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return [(name, here, there) for name, here, there in pairs if here != there]
+
+
+def make_recipe(settings: CacheSettings, tokenizer: TokenizerFacts) -> Recipe:
+    """The recipe that the settings ask for.
+
+    Raises:
+        TokenizerError: the tokenizer has no token that the settings need.
+    """
+    add_bos = tokenizer.adds_bos if settings.add_bos is None else settings.add_bos
+    for wanted, token, name, key in (
+        (add_bos, tokenizer.bos_id, "beginning-of-text", "bos"),
+        (settings.add_eos, tokenizer.eos_id, "end-of-text", "eos"),
+    ):
+        if wanted and token is None:
+            raise TokenizerError(
+                f"The tokenizer names no {name} token.\n"
+                f"Name it in its tokenizer_config.json (`{key}_token`), or set `add_{key}: false`."
+            )
+    return Recipe(
+        tokenizer=tokenizer.fingerprint,
+        tokenizer_probe=tokenizer.probe,
+        vocab_size=tokenizer.vocab_size,
+        bos_id=tokenizer.bos_id if add_bos else None,
+        eos_id=tokenizer.eos_id if settings.add_eos else None,
+        pad_id=tokenizer.pad_id,
+        split_special_tokens=settings.split_special_tokens,
+        text_column=settings.text_column,
+        sample_by=settings.sample_by,
+        sequence_length=settings.sequence_length,
+        packing=settings.packing,
+        eval_share=float(settings.eval_share),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What recipe.json says: it makes a folder a cache."""
+
+    recipe: Recipe
+    tokenizer_name: str
+    """As the user wrote it; another name with equal content is the same tokenizer."""
+    tokenizer_files: dict[str, str]
+    """Name -> SHA-256 of the files of the reference copy."""
+
+
+def create(folder: Path, recipe: Recipe, content: TokenizerContent, name: str) -> None:
+    """Make a folder a cache: the recipe comes last."""
+    for file_name, data in content.files.items():
+        path = folder / "tokenizer" / file_name
+        store.make_folder(path.parent)
+        store.publish(path, data)
+    files = {file_name: hashlib.sha256(data).hexdigest() for file_name, data in content.files.items()}
+    identity = Identity(recipe=recipe, tokenizer_name=name, tokenizer_files=files)
+    store.publish(folder / "recipe.json", store.seal(asdict(identity)))
+
+
+def read_identity(folder: Path) -> Identity:
+    """What the cache in a folder is.
+
+    Raises:
+        CacheIncompleteError: there is no cache.
+        CacheCorruptionError: its recipe.json is damaged, or of a format that is not known.
+    """
+    path = folder / "recipe.json"
+    try:
+        value = store.read_sealed(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CacheIncompleteError(f"There is no cache in {folder} yet. `packhorse cache build` makes it.") from None
+    try:
+        identity = Identity(**{**value, "recipe": Recipe(**value["recipe"])})
+    except (KeyError, TypeError) as error:
+        raise CacheCorruptionError(f"{path} is not a recipe: {error!r}.") from None
+    if identity.recipe.format != FORMAT:
+        raise CacheCorruptionError(
+            f"{path} has format {identity.recipe.format}; this version of packhorse reads format {FORMAT}."
+        )
+    return identity
+
+
+def tokenizer_json(folder: Path, identity: Identity) -> str:
+    """The tokenizer.json of a cache, verified; empty for a tokenizer that exists in Python only.
+
+    Raises:
+        CacheCorruptionError: a file of the copy is damaged or missing.
+    """
+    for name, digest in identity.tokenizer_files.items():
+        path = folder / "tokenizer" / name
+        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            raise CacheCorruptionError(
+                f"{path} is damaged or missing; no text was tokenized with it.\n"
+                "Remove the folder `tokenizer` and the recipe.json beside it and build again: chunks stay."
+            )
+    return (
+        (folder / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8")
+        if ("tokenizer.json" in identity.tokenizer_files)
+        else ""
+    )

@@ -1,0 +1,150 @@
+"""Commit records: the small file that makes a chunk exist.
+
+A chunk file whose record is missing is nothing; a record names its chunk file by hash, and tells what went into it. All
+counts, totals, indexes and snapshots are derived from records.
+"""
+
+import re
+import typing
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from packhorse.cache import store
+from packhorse.cache.plan import Range
+from packhorse.errors import CacheCorruptionError, NonDeterministicBuildError
+
+FOLDER_CHUNKS = 1_000
+"""Chunks in one folder."""
+
+_HASH = re.compile(r"\A[0-9a-f]{64}\Z")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What is known about one committed chunk."""
+
+    format: int = 1
+    recipe: str
+    """Digest of the recipe."""
+    chunk: int
+    ranges: list[Range]
+    """The entry of the plan that was built."""
+    payload_sha256: str
+    """Of what the chunk holds, whatever the codec: equal for all who build it."""
+    file_sha256: str
+    file_bytes: int
+    index_sha256: str
+    train_sequences: int
+    eval_sequences: int
+    train_tokens: int
+    """Without padding."""
+    eval_tokens: int
+    pieces: int
+    documents: int
+    eval_documents: int
+    cut_documents: int
+    """Documents with more than one piece."""
+    rows_null: int
+    rows_empty: int
+    rows_invalid: int
+    text_bytes: int
+    seconds: float
+    """That the building took; says nothing about the content."""
+    engine: str
+    """Name and version of what tokenized."""
+    codec: str
+    """Level and version of what compressed."""
+    packhorse: str
+    """Version of this package."""
+
+    @property
+    def sequences(self) -> int:
+        """Train and eval."""
+        return self.train_sequences + self.eval_sequences
+
+    @property
+    def tokens(self) -> int:
+        """Train and eval, without padding."""
+        return self.train_tokens + self.eval_tokens
+
+
+def chunk_path(folder: Path, chunk: int, file_sha256: str) -> Path:
+    """Where the file of a chunk lies: its name follows from number and hash, never from what a file says."""
+    return folder / "chunks" / f"{chunk // FOLDER_CHUNKS:06d}" / f"{chunk:08d}-{file_sha256[:16]}.chunk"
+
+
+def record_path(folder: Path, chunk: int) -> Path:
+    """Where the record of a chunk lies."""
+    return folder / "records" / f"{chunk // FOLDER_CHUNKS:06d}" / f"{chunk:08d}.json"
+
+
+def commit(folder: Path, record: Record, parts: list[bytes]) -> Record:
+    """Make a chunk exist: first its file, then its record.
+
+    Returns:
+        The record that counts: this one, or that of another builder who was first.
+
+    Raises:
+        NonDeterministicBuildError: another builder made other tokens of the same documents; nothing was overwritten.
+    """
+    path = chunk_path(folder, record.chunk, record.file_sha256)
+    store.make_folder(path.parent)
+    if not store.publish(path, parts) and path.stat().st_size != record.file_bytes:
+        store.quarantine(path, folder)
+        store.publish(path, parts)
+    where = record_path(folder, record.chunk)
+    store.make_folder(where.parent)
+    if store.publish(where, store.seal(asdict(record))):
+        return record
+    winner = read_record(folder, record.chunk)
+    if winner.payload_sha256 != record.payload_sha256:
+        raise NonDeterministicBuildError(
+            f"Chunk {record.chunk} of {folder} was built twice, with different tokens:\n"
+            f"  committed {winner.payload_sha256} by {winner.engine}\n"
+            f"  now       {record.payload_sha256} by {record.engine}\n"
+            "Nothing was overwritten. Check the source and the memory of this machine."
+        )
+    if winner.file_sha256 != record.file_sha256:
+        store.remove(path)
+    return winner
+
+
+def read_record(folder: Path, chunk: int) -> Record:
+    """The record of a chunk.
+
+    Raises:
+        FileNotFoundError: the chunk is not committed.
+        CacheCorruptionError: the record is damaged, or does not belong here.
+    """
+    path = record_path(folder, chunk)
+    value = store.read_sealed(path)
+    hints = typing.get_type_hints(Record)
+    if set(value) != {field.name for field in fields(Record)}:
+        raise CacheCorruptionError(f"{path} is not a commit record: its fields are not those of a record.")
+    for name, item in value.items():
+        if hints[name] is int and not (type(item) is int and 0 <= item < 2**63):
+            raise CacheCorruptionError(f"{path} is not a commit record: {name} is {item!r}.")
+        if (hints[name] is str and type(item) is not str) or (name.endswith("sha256") and not _HASH.match(item)):
+            raise CacheCorruptionError(f"{path} is not a commit record: {name} is {item!r}.")
+    try:
+        value["ranges"] = [(int(n), int(a), int(b)) for n, a, b in value["ranges"]]
+    except (TypeError, ValueError):
+        raise CacheCorruptionError(f"{path} is not a commit record: its ranges make no sense.") from None
+    if value["chunk"] != chunk or value["format"] != 1:
+        raise CacheCorruptionError(f"{path} is the record of chunk {value['chunk']} in format {value['format']}.")
+    return Record(**value)
+
+
+def committed_chunks(folder: Path, start: int = 0) -> list[int]:
+    """Numbers of the chunks from `start` on that have a record, in order."""
+    root = folder / "records"
+    if not root.is_dir():
+        return []
+    numbers = [
+        int(path.stem)
+        for sub in sorted(root.iterdir())
+        if sub.name.isdigit() and (int(sub.name) + 1) * FOLDER_CHUNKS > start
+        for path in sub.iterdir()
+        if path.suffix == ".json" and path.stem.isdigit()
+    ]
+    return sorted(number for number in numbers if number >= start)

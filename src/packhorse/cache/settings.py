@@ -1,0 +1,96 @@
+"""What a user says about a cache: the `data:` group of a YAML, without torch."""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSettings:
+    """What the cache holds, and where it lies."""
+
+    source: Any = "sample"
+    """Where the text comes from: `sample` (built in), a file, a folder, a glob, a hub data set, a mapping with the
+    arguments of `datasets.load_dataset` (path, name, split, revision, streaming), a mapping with class_path and
+    init_args of any Python iterable, or a list of these. New files or sources extend the cache."""
+    text_column: str = "text"
+    """The column or key that holds the text."""
+    sample_by: Literal["line", "paragraph", "document"] = "line"
+    """What a document of a txt file is, as in `datasets`; `document` takes a whole file as one."""
+    max_documents: int | None = None
+    """Take only so many documents, in the order of the sources. Raising it later extends the cache."""
+    tokenizer: str | None = None
+    """A hub name (`name@revision` pins it), a folder, or a tokenizer.json; by default that of the model."""
+    train_tokenizer: int | None = None
+    """If the folder `tokenizer` does not exist: train a byte-level BPE of so many entries on the source, into it."""
+    add_bos: bool | None = None
+    """Put BOS before every document; by default as the tokenizer's own template does."""
+    add_eos: bool = True
+    """Put the end-of-text token after every document."""
+    split_special_tokens: bool = True
+    """Special tokens that are written out in a text are text. `false` lets documents contain control tokens."""
+    sequence_length: int = 512
+    """Tokens per sequence, at most 131,072."""
+    packing: Literal["best_fit", "concat"] = "best_fit"
+    """How documents become sequences: `best_fit` cuts few of them, `concat` wastes no token on padding."""
+    eval_share: float = 0.02
+    """The share of documents that is kept for evaluation, chosen by their content."""
+    cache_dir: str = "runs/cache"
+    """The folder of all caches; this one becomes `<cache_dir>/<name>-<recipe id>`. Or the folder of one cache."""
+    name: str | None = None
+    """What the cache is called; by default as its first source."""
+    on_mismatch: Literal["error", "rebuild"] = "error"
+    """If `cache_dir` is one cache, of another recipe: stop, or move it to `<cache_dir>.old-*` and build anew."""
+    sequences_per_chunk: int = 8_000
+    """About so many sequences are built and stored together."""
+    compression: Literal["none", "fast", "default", "max"] = "default"
+    """How hard LZ4 works: `max` takes five times as long for a sixth less space."""
+    engine: Literal["auto", "fastokens", "hf"] = "auto"
+    """What tokenizes: `auto` takes fastokens where it proves to give the reference's ids."""
+    workers: int | Literal["auto"] = "auto"
+    """Processes that build; `auto` takes the physical cores that may be used, 0 builds in this process."""
+
+    def __post_init__(self) -> None:
+        _check(1 < self.sequence_length <= 131_072, "sequence_length", self.sequence_length, "from 2 to 131,072")
+        _check(0 <= self.eval_share < 1, "eval_share", self.eval_share, "at least 0 and below 1")
+        _check(self.sequences_per_chunk > 0, "sequences_per_chunk", self.sequences_per_chunk, "above 0")
+        _check(self.max_documents is None or self.max_documents > 0, "max_documents", self.max_documents, "above 0")
+        _check(self.workers == "auto" or self.workers >= 0, "workers", self.workers, "auto, or 0 and more")
+        _check(
+            self.train_tokenizer is None or self.train_tokenizer >= 257,
+            "train_tokenizer",
+            self.train_tokenizer,
+            "at least 257: 256 bytes and the end of text",
+        )
+        if self.train_tokenizer is not None and self.tokenizer is None:
+            raise ValueError("train_tokenizer needs `tokenizer`: the folder for the trained tokenizer.")
+        if self.name is not None and (not self.name or "/" in self.name or self.name.startswith(".")):
+            raise ValueError(f"name must be usable as a folder name, not {self.name!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings(CacheSettings):
+    """The whole `data:` group: the cache, and how batches are made of it."""
+
+    micro_batch_size: int = 8
+    """Sequences per step of one device; the global batch is devices x nodes x micro batch x accumulation."""
+    eval_sequences: int = 2_048
+    """At most so many evaluation sequences are used for validation: the first of the cache, unchanged by growth."""
+    seed: int = 0
+    """Decides the order of training."""
+    prompts: tuple[str, ...] = ("def ", "import ", "class ")
+    """What `predict` continues."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self.micro_batch_size > 0, "micro_batch_size", self.micro_batch_size, "above 0")
+        _check(self.eval_sequences >= 0, "eval_sequences", self.eval_sequences, "0 or more")
+
+    @property
+    def cache(self) -> CacheSettings:
+        """The part that concerns the cache."""
+        return CacheSettings(**{field.name: getattr(self, field.name) for field in fields(CacheSettings)})
+
+
+def _check(holds: bool, name: str, value: object, expected: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} must be {expected}, not {value}.")

@@ -1,0 +1,81 @@
+"""What cannot be sought -> files that can.
+
+Compressed files, JSON arrays and streams are unpacked into the cache's `spool` folder, named by the probe of what they
+come from. A spool is scratch: whoever misses one makes it again, and it is removed once its chunks are committed.
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from packhorse.cache import store
+from packhorse.corpus.documents import decompress
+from packhorse.corpus.sources import Document
+from packhorse.errors import SourceError
+
+
+def unpack(path: str, packed: str, target: Path) -> None:
+    """Unpack a file of a source (see `SourceFile.packed`) to `target`, unless that is there."""
+    if target.exists():
+        return
+    store.make_folder(target.parent)
+    store.publish(target, _array_lines(path) if packed == "array" else decompress(path))
+
+
+def cut_stream(documents: Iterator[Document], part_bytes: int) -> Iterator[list[Document]]:
+    """Lists of documents of about `part_bytes` bytes of text."""
+    part: list[Document] = []
+    size = 0
+    for document in documents:
+        part.append(document)
+        size += 1 if document is None else len(document) * (1 if isinstance(document, str) else 4)
+        if size >= part_bytes:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def digest_documents(documents: Iterable[Document]) -> str:
+    """SHA-256 over documents and their borders."""
+    digest = hashlib.sha256()
+    for document in documents:
+        if document is None:
+            data = b"null"
+        elif isinstance(document, str):
+            data = b"text" + document.encode("utf-8", "surrogatepass")
+        else:
+            data = b"ids " + document.astype("<i8").tobytes()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def write_documents(documents: list[Document], target: Path) -> None:
+    """Spool documents to a parquet file with the column `document`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if any(isinstance(document, np.ndarray) for document in documents):
+        column = pa.array(documents, pa.list_(pa.int64()))
+    else:
+        # As bytes, because a Python string may hold what is not Unicode; the reader counts and skips that.
+        data = [None if d is None else d.encode("utf-8", "surrogatepass") for d in documents]
+        column = pa.array(data, pa.large_binary())
+    buffer = io.BytesIO()
+    table = pa.table({"document": column})
+    pq.write_table(table, buffer, compression="none", use_dictionary=False, row_group_size=max(1, len(documents)))
+    store.make_folder(target.parent)
+    store.publish(target, buffer.getvalue())
+
+
+def _array_lines(path: str) -> Iterator[bytes]:
+    try:
+        rows = json.loads(Path(path).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{path} is not valid JSON: {error}.") from None
+    for row in rows:
+        yield json.dumps(row).encode() + b"\n"

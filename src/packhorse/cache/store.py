@@ -1,0 +1,186 @@
+"""Bytes -> files that survive: the only place of the cache that writes.
+
+A file appears under its name complete or not at all, and once it is there it never changes:
+
+    write a private temporary file -> fsync -> link it to its name -> fsync the folder -> remove the temporary name
+
+`os.link` fails when the name exists, so publishing is put-if-absent: of several writers one wins, and the others
+learn what it wrote. After `publish` returns, the file survives a power cut. A process that dies in between leaves
+only a temporary file that nothing refers to.
+
+Small JSON files (recipe, plan pages, commit records) are canonical (sorted keys, no spaces) and carry a SHA-256
+over themselves, so that a flipped bit or a hand edit is found before anything is believed.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from packhorse.errors import CacheCorruptionError, StorageFullError, StorageIOError
+
+MAX_JSON_BYTES = 256 * 2**20
+"""Larger metadata files are refused unread."""
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+def publish(path: Path, data: bytes | Iterable[bytes]) -> bool:
+    """Make `path` hold `data`, durably, unless it exists already.
+
+    Returns:
+        True when this call made the file, False when the name was taken (its content is not looked at).
+
+    Raises:
+        StorageFullError, StorageIOError: nothing was published and the temporary file is gone.
+    """
+    with _disk_errors(path):
+        temporary = _write_temporary(path, data)
+        try:
+            try:
+                os.link(temporary, path)
+                made = True
+            except FileExistsError:
+                # A lost reply of a network file system also looks like this: the inode tells who won.
+                made = path.stat().st_ino == temporary.stat().st_ino
+            except OSError as error:
+                if error.errno not in _NO_HARD_LINKS:
+                    raise
+                made = _publish_without_links(temporary, path)
+            sync_folder(path.parent)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+    return made
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Make `path` hold `data`, whatever it held before: for derived files only (anything that can be rebuilt)."""
+    with _disk_errors(path):
+        os.replace(_write_temporary(path, data), path)
+        sync_folder(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and its parents, durably."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    with _disk_errors(path), contextlib.suppress(FileExistsError):
+        os.mkdir(path)
+        sync_folder(path.parent)
+
+
+def quarantine(path: Path, cache_folder: Path) -> Path:
+    """Move a file that must not be used into the cache's quarantine; nothing is deleted."""
+    target = cache_folder / "quarantine" / f"{path.name}.{secrets.token_hex(4)}"
+    make_folder(target.parent)
+    with _disk_errors(path):
+        os.replace(path, target)
+        sync_folder(path.parent)
+        sync_folder(target.parent)
+    return target
+
+
+def remove(path: Path) -> None:
+    """Remove a file that can be made again (a spool, a temporary file)."""
+    with _disk_errors(path), contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some file systems cannot sync a folder
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def canonical(value: dict[str, Any]) -> bytes:
+    """The one byte string that stands for a JSON value."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+
+
+def seal(value: dict[str, Any]) -> bytes:
+    """Canonical JSON of `value` with a field `sha256` over the rest."""
+    return canonical({**value, "sha256": hashlib.sha256(canonical(value)).hexdigest()})
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """The value that `seal` wrote.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CacheCorruptionError: the file is not exactly what `seal` writes.
+    """
+    with path.open("rb") as file:
+        data = file.read(MAX_JSON_BYTES + 1)
+    try:
+        if len(data) > MAX_JSON_BYTES:
+            raise ValueError(f"larger than {MAX_JSON_BYTES} bytes")
+        value = json.loads(data)
+        if not isinstance(value, dict):
+            raise ValueError("not a JSON object")
+        seal_ = value.pop("sha256", None)
+        if seal_ != hashlib.sha256(canonical(value)).hexdigest() or seal(value) != data:
+            raise ValueError("its SHA-256 does not match its content")
+    except (ValueError, RecursionError) as error:
+        raise CacheCorruptionError(
+            f"{path} is damaged: {error}.\nMove the file away; `packhorse cache build` makes what can be rebuilt again."
+        ) from None
+    return value
+
+
+def _write_temporary(path: Path, data: bytes | Iterable[bytes]) -> Path:
+    # In the same folder as `path`: a rename or link must not cross file systems.
+    temporary = path.parent / f".tmp-{os.getpid()}-{secrets.token_hex(8)}"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            for part in [data] if isinstance(data, bytes) else data:
+                view = memoryview(part)
+                while view:
+                    view = view[os.write(descriptor, view) :]
+            # Never repeated after an error: the kernel forgets pages that it failed to write.
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    return temporary
+
+
+def _publish_without_links(temporary: Path, path: Path) -> bool:
+    # Not put-if-absent in the last microsecond; harmless, since all writers of one name write equal content.
+    if path.exists():
+        return False
+    os.rename(temporary, path)
+    return True
+
+
+@contextlib.contextmanager
+def _disk_errors(path: Path):
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, FileNotFoundError | FileExistsError):
+            raise
+        kind = StorageFullError if error.errno in _NO_SPACE else StorageIOError
+        raise kind(
+            f"Could not write {path}: {error.strerror or error}.\n"
+            "What was committed before is intact. "
+            + ("Free some space" if kind is StorageFullError else "Check the disk and the permissions")
+            + " and run the same command again: it goes on from there."
+        ) from error

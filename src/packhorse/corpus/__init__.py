@@ -1,0 +1,1 @@
+"""Text -> sequences, without torch."""

@@ -1,0 +1,346 @@
+r"""A range of a file -> documents.
+
+Every file that is read here can be sought: a range of rows (parquet, arrow) or of bytes (jsonl, txt) gives the same
+documents whoever reads it, and whenever. Bytes are cut at b"\n" only: `str.splitlines` would also cut at U+2028
+inside a JSON string.
+
+    parquet rows [2000, 4000)  ->  Documents(rows=[2000, 2001, ...], texts=[...])  about 4 MB at a time
+
+Rows that are null, empty or not valid Unicode are left out and counted.
+"""
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from packhorse.errors import SourceError
+
+BATCH_BYTES = 4 * 2**20
+"""Text handed on at a time; engines gain nothing from more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFile:
+    """One file of a source that can be sought, and how it is read."""
+
+    path: str
+    kind: str
+    """`parquet` or `arrow` (ranges of rows); `jsonl`, `line`, `paragraph` or `document` (ranges of bytes)."""
+    column: str = "text"
+    """The column of a table, or the key of a JSON line. Its values are texts, or lists of ids."""
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether ranges of this file are rows; else they are bytes."""
+        return self.kind in ("parquet", "arrow")
+
+
+@dataclass(kw_only=True)
+class Documents:
+    """Some documents of a file, in order. Either `texts` or `ids` is there."""
+
+    rows: np.ndarray
+    """int64 [n]: the place of each in its range, counted from 0, left-out rows included."""
+    texts: list[str] | None = None
+    ids: list[np.ndarray] | None = None
+
+
+@dataclass(kw_only=True)
+class Skipped:
+    """Rows that gave no document."""
+
+    null: int = 0
+    empty: int = 0
+    invalid: int = 0
+    rows: int = field(default=0, repr=False)
+    """All rows seen, left out or not."""
+
+    @property
+    def total(self) -> int:
+        """Rows left out."""
+        return self.null + self.empty + self.invalid
+
+
+def read_documents(
+    file: TextFile, start: int, stop: int, skipped: Skipped, batch_bytes: int = BATCH_BYTES
+) -> Iterator[Documents]:
+    """The documents of a range, in order, about `batch_bytes` at a time.
+
+    Args:
+        file: The file.
+        start: First row, or first byte.
+        stop: One past the last.
+        skipped: Counts what is left out, added to while reading.
+        batch_bytes: When a batch is full.
+
+    Raises:
+        SourceError: the file cannot be read, or a line is not valid JSON (the message has its number).
+    """
+    cells = _table_cells if file.counts_rows else _line_cells
+    first = skipped.rows
+    for values in cells(file, start, stop, batch_bytes):
+        rows: list[int] = []
+        kept: list = []
+        for value in values:
+            row = skipped.rows - first
+            skipped.rows += 1
+            if value is None:
+                skipped.null += 1
+            elif isinstance(value, str):
+                if not value or value.isspace():
+                    skipped.empty += 1
+                elif not value.isascii() and not _is_unicode(value):
+                    skipped.invalid += 1
+                else:
+                    rows.append(row)
+                    kept.append(value)
+            elif isinstance(value, np.ndarray):
+                if not len(value):
+                    skipped.empty += 1
+                else:
+                    rows.append(row)
+                    kept.append(value)
+            else:
+                skipped.invalid += 1
+        if rows:
+            is_text = isinstance(kept[0], str)
+            yield Documents(
+                rows=np.array(rows, np.int64), texts=kept if is_text else None, ids=None if is_text else kept
+            )
+
+
+def count_rows(file: TextFile, start: int, stop: int) -> int:
+    """How many rows a range has (left-out ones included)."""
+    if file.counts_rows:
+        return stop - start
+    return sum(1 for _ in _pieces(file, start, stop))
+
+
+def find_row(file: TextFile, start: int, stop: int, rows: int) -> int:
+    """Where the range ends that begins at `start` and has `rows` rows, or `stop` when there are fewer."""
+    if file.counts_rows:
+        return min(start + rows, stop)
+    place = start
+    for number, piece in enumerate(_pieces(file, start, stop)):
+        if number == rows:
+            return place
+        place += len(piece)
+    return stop
+
+
+def find_cut(file: TextFile, place: int, stop: int) -> int:
+    """The first border between documents at or after byte `place`."""
+    if file.kind == "document":
+        return stop
+    border = b"\n\n" if file.kind == "paragraph" else b"\n"
+    place = max(place - len(border), 0)
+    with open(file.path, "rb") as stream:
+        stream.seek(place)
+        tail = b""
+        while place < stop:
+            data = stream.read(min(2**20, stop - place))
+            if not data:
+                break
+            at = (tail + data).find(border)
+            if at >= 0:
+                return min(place - len(tail) + at + len(border), stop)
+            tail = data[-(len(border) - 1) :] if len(border) > 1 else b""
+            place += len(data)
+    return stop
+
+
+def file_length(file: TextFile) -> int:
+    """One past the last row or byte."""
+    if file.kind == "parquet":
+        return open_parquet(file.path).metadata.num_rows
+    if file.kind == "arrow":
+        return open_arrow(file.path).num_rows
+    return Path(file.path).stat().st_size
+
+
+@lru_cache(maxsize=4)
+def open_parquet(path: str):
+    """The opened parquet file; opened ones are kept, with their footers."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.ParquetFile(path, memory_map=True)
+    except (pa.ArrowException, OSError) as error:
+        raise SourceError(f"The parquet file {path} cannot be read: it is damaged or cut off ({error}).") from None
+
+
+@lru_cache(maxsize=4)
+def open_arrow(path: str):
+    """The table in an arrow file (stream or file format), memory-mapped."""
+    import pyarrow as pa
+
+    try:
+        mapped = pa.memory_map(path)
+        try:
+            return pa.ipc.open_stream(mapped).read_all()
+        except pa.ArrowInvalid:
+            return pa.ipc.open_file(mapped).read_all()
+    except (pa.ArrowException, OSError) as error:
+        raise SourceError(f"The arrow file {path} cannot be read: it is damaged or cut off ({error}).") from None
+
+
+@lru_cache(maxsize=1)
+def _row_group(path: str, number: int, column: str):
+    # A worker that takes the next chunk often needs the rest of the row group it just decoded.
+    import pyarrow as pa
+
+    try:
+        return open_parquet(path).read_row_group(number, columns=[column], use_threads=False).column(0)
+    except (pa.ArrowException, OSError) as error:
+        raise SourceError(f"Row group {number} of the parquet file {path} cannot be read: {error}") from None
+
+
+def _table_cells(file: TextFile, start: int, stop: int, batch_bytes: int) -> Iterator[list]:
+    for column in _table_columns(file, start, stop):
+        rows = len(column)
+        step = max(1, min(rows, int(rows * batch_bytes / max(column.nbytes, 1))))
+        for first in range(0, rows, step):
+            yield _to_python(column.slice(first, step))
+
+
+def _table_columns(file: TextFile, start: int, stop: int) -> Iterator:
+    if file.kind == "arrow":
+        yield open_arrow(file.path).column(file.column).slice(start, stop - start)
+        return
+    metadata = open_parquet(file.path).metadata
+    first = 0
+    for number in range(metadata.num_row_groups):
+        rows = metadata.row_group(number).num_rows
+        low, high = max(start, first), min(stop, first + rows)
+        if low < high:
+            yield _row_group(file.path, number, file.column).slice(low - first, high - low)
+        first += rows
+
+
+def _to_python(column) -> list:
+    import pyarrow as pa
+
+    kind = column.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return [None if cell is None else np.asarray(cell, np.int64) for cell in column.to_pylist()]
+    if pa.types.is_dictionary(kind):
+        column = column.cast(kind.value_type)
+    try:
+        # Casting bytes to a string checks that they are UTF-8; a string column is checked by `to_pylist`.
+        return (column.cast(pa.large_string()) if _is_binary(kind) else column).to_pylist()
+    except (UnicodeDecodeError, pa.ArrowInvalid):
+        return [_decode(cell) for cell in column.cast(pa.large_binary()).to_pylist()]
+
+
+def _is_binary(kind) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
+
+
+def _decode(data: bytes | None) -> str | None:
+    return None if data is None else data.decode("utf-8", "surrogateescape")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _line_cells(file: TextFile, start: int, stop: int, batch_bytes: int) -> Iterator[list]:
+    parse = _parse_json if file.kind == "jsonl" else _parse_text
+    cells: list = []
+    size = 0
+    place = start
+    for piece in _pieces(file, start, stop):
+        cells.append(parse(piece, file, place))
+        place += len(piece)
+        size += len(piece)
+        if size >= batch_bytes:
+            yield cells
+            cells, size = [], 0
+    if cells:
+        yield cells
+
+
+def _parse_text(piece: bytes, file: TextFile, place: int) -> str:
+    if file.kind != "document":
+        piece = piece.rstrip(b"\r\n")
+    return piece.decode("utf-8", "surrogateescape")
+
+
+def _parse_json(piece: bytes, file: TextFile, place: int) -> object:
+    if not piece.strip():
+        return ""
+    try:
+        row = json.loads(piece)
+        if not isinstance(row, dict):
+            raise ValueError(f"an object with the key {file.column!r} is expected, not {type(row).__name__}")
+    except (ValueError, RecursionError) as error:
+        with open(file.path, "rb") as stream:
+            line = 1 + sum(block.count(b"\n") for block in _blocks(stream, 0, place))
+        raise SourceError(
+            f"{file.path}, line {line} is not valid JSON: {error}.\n"
+            "Mend or remove the line and run the same command again: it goes on from there."
+        ) from None
+    value = row.get(file.column)
+    return np.asarray(value, np.int64) if isinstance(value, list) else value
+
+
+def _pieces(file: TextFile, start: int, stop: int) -> Iterator[bytes]:
+    """The raw bytes of each document, borders included: together they are the whole range."""
+    border = {"paragraph": b"\n\n", "document": None}.get(file.kind, b"\n")
+    with open(file.path, "rb") as stream:
+        if border is None:
+            stream.seek(start)
+            data = stream.read(stop - start)
+            if data:
+                yield data
+            return
+        tail = b""
+        for block in _blocks(stream, start, stop):
+            parts = (tail + block).split(border)
+            tail = parts.pop()
+            for part in parts:
+                yield part + border
+        if tail:
+            yield tail
+
+
+def _blocks(stream, start: int, stop: int) -> Iterator[bytes]:
+    stream.seek(start)
+    while start < stop:
+        block = stream.read(min(2**20, stop - start))
+        if not block:
+            raise SourceError(f"{stream.name} is shorter than it was when the plan was made.")
+        start += len(block)
+        yield block
+
+
+def decompress(path: str) -> Iterator[bytes]:
+    """The content of a compressed file (gz, zst, bz2, xz), a block at a time."""
+    import bz2
+    import lzma
+
+    openers = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
+    try:
+        with openers[Path(path).suffix](path, "rb") as stream:
+            while block := stream.read(2**20):
+                yield block
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise SourceError(f"The compressed file {path} cannot be read: it is damaged or cut off ({error}).") from None
+
+
+def _open_zstd(path: str, mode: str):
+    import pyarrow as pa
+
+    return pa.CompressedInputStream(pa.OSFile(path, mode), "zstd")

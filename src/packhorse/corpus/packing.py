@@ -1,0 +1,197 @@
+"""Documents' ids -> packed sequences.
+
+`best_fit` cuts a document into whole sequences and a rest; rests go where they leave the least space, so that few
+documents are cut and little is padded. `concat` puts documents end to end and cuts every `sequence_length` tokens.
+Neither loses a token. With sequence_length = 6 (a dot is padding):
+
+    documents    aaa bbbbbbbb cc dddd
+    best_fit     bbbbbb ddddbb aaacc.
+    concat       aaabbb bbbbbc cdddd.
+
+A piece is a run of tokens of one document in one sequence. What comes out depends on the documents alone, in their
+order: nothing is carried over from, or into, another call.
+"""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+OPEN_SEQUENCES = 1_024
+"""`best_fit`: sequences that are still being filled; beyond this the fullest is closed."""
+LOOK_AHEAD = 1_024
+"""`best_fit`: rests that are sorted, longest first, before they are placed."""
+MAX_PIECES = 128
+"""`best_fit`: pieces in one sequence; a row of hundreds of tiny documents makes steps uneven."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """Sequences, and which document each of their pieces is from."""
+
+    tokens: np.ndarray
+    """uint32 [num_sequences, sequence_length], padded at the end."""
+    pieces_per_sequence: np.ndarray
+    """uint32 [num_sequences]."""
+    piece_lengths: np.ndarray
+    """uint32 [num_pieces], in the order of the sequences."""
+    piece_documents: np.ndarray
+    """uint32 [num_pieces]: the number of the document in the input."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens without padding."""
+        return int(self.piece_lengths.sum())
+
+
+def pack(packing: str, ids: np.ndarray, ends: np.ndarray, sequence_length: int, pad_id: int) -> Packed:
+    """Pack documents into sequences.
+
+    Args:
+        packing: `best_fit` or `concat`.
+        ids: uint32 [num_tokens]: all documents, one after the other.
+        ends: int64 [num_documents]: where each ends in `ids`; none is empty.
+        sequence_length: Tokens per sequence.
+        pad_id: What fills the end of a sequence.
+
+    Returns:
+        The sequences; every token of `ids` stands in exactly one of them.
+    """
+    lengths = np.diff(ends, prepend=0)
+    if packing == "concat":
+        placed = _concat(lengths, sequence_length)
+    elif packing == "best_fit":
+        placed = _best_fit(lengths.tolist(), sequence_length)
+    else:
+        raise ValueError(f"packing must be best_fit or concat, not {packing!r}.")
+    return _lay_out(*placed, ids, ends - lengths, sequence_length, pad_id)
+
+
+def _concat(lengths: np.ndarray, sequence_length: int) -> tuple[np.ndarray, ...]:
+    """Cut the stream at document ends and at every multiple of the sequence length."""
+    document_ends = np.cumsum(lengths)
+    total = int(document_ends[-1]) if len(document_ends) else 0
+    cuts = np.union1d(document_ends, np.append(np.arange(sequence_length, total, sequence_length), total))
+    starts = np.concatenate([[0], cuts[:-1]]).astype(np.int64)[: len(cuts)]
+    keep = cuts > starts
+    cuts, starts = cuts[keep], starts[keep]
+    documents = np.searchsorted(document_ends, starts, side="right")
+    inside = starts - (document_ends - lengths)[documents] if len(starts) else starts
+    return starts // sequence_length, documents, inside, cuts - starts
+
+
+def _best_fit(lengths: list[int], sequence_length: int) -> tuple[np.ndarray, ...]:
+    """Bounded best fit; see Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830)."""
+    sequences: list[int] = []
+    documents: list[int] = []
+    starts: list[int] = []
+    sizes: list[int] = []
+    count = 0
+    # Open sequences by the space that is left. `spaces` is a bit set of the spaces that occur: the lowest set bit at
+    # or above a length is the best fit.
+    by_space: dict[int, list[int]] = {}
+    spaces = 0
+    num_open = 0
+    pieces: dict[int, int] = {}
+    fullest: list[int] = []  # heap of spaces, may name spaces that no longer occur
+
+    for window in _windows(lengths, sequence_length):
+        for document, start, length in window:
+            if length == sequence_length:
+                sequence, count = count, count + 1
+            else:
+                fitting = spaces >> length
+                if fitting:
+                    space = length + (fitting & -fitting).bit_length() - 1
+                    waiting = by_space[space]
+                    sequence = waiting.pop()
+                    if not waiting:
+                        del by_space[space]
+                        spaces ^= 1 << space
+                    num_open -= 1
+                else:
+                    space = sequence_length
+                    sequence, count = count, count + 1
+                    pieces[sequence] = 0
+                pieces[sequence] += 1
+                left = space - length
+                if left and pieces[sequence] < MAX_PIECES:
+                    if left in by_space:
+                        by_space[left].append(sequence)
+                    else:
+                        by_space[left] = [sequence]
+                        spaces |= 1 << left
+                        heapq.heappush(fullest, left)
+                    num_open += 1
+                else:
+                    del pieces[sequence]
+                if num_open > OPEN_SEQUENCES:
+                    while fullest[0] not in by_space:
+                        heapq.heappop(fullest)
+                    waiting = by_space[fullest[0]]
+                    del pieces[waiting.pop()]
+                    num_open -= 1
+                    if not waiting:
+                        del by_space[fullest[0]]
+                        spaces ^= 1 << fullest[0]
+            sequences.append(sequence)
+            documents.append(document)
+            starts.append(start)
+            sizes.append(length)
+    # Pieces of one sequence side by side, in the order in which they were placed.
+    sequence_numbers = np.array(sequences, np.int64)
+    order = np.argsort(sequence_numbers, kind="stable")
+    return (
+        sequence_numbers[order],
+        np.array(documents, np.int64)[order],
+        np.array(starts, np.int64)[order],
+        np.array(sizes, np.int64)[order],
+    )
+
+
+def _windows(lengths: list[int], sequence_length: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Pieces (document, start, length): whole sequences first, then up to LOOK_AHEAD rests, longest first."""
+    whole: list[tuple[int, int, int]] = []
+    rests: list[tuple[int, int, int]] = []
+    for document, length in enumerate(lengths):
+        rest = length % sequence_length
+        whole.extend((document, start, sequence_length) for start in range(0, length - rest, sequence_length))
+        if rest:
+            rests.append((document, length - rest, rest))
+        if len(rests) == LOOK_AHEAD:
+            yield whole + sorted(rests, key=_longest_first)
+            whole, rests = [], []
+    yield whole + sorted(rests, key=_longest_first)
+
+
+def _longest_first(piece: tuple[int, int, int]) -> tuple[int, int]:
+    return -piece[2], piece[0]
+
+
+def _lay_out(
+    sequences: np.ndarray,
+    documents: np.ndarray,
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    ids: np.ndarray,
+    document_starts: np.ndarray,
+    sequence_length: int,
+    pad_id: int,
+) -> Packed:
+    """Copy the pieces to their places, all at once."""
+    count = int(sequences[-1]) + 1 if len(sequences) else 0
+    tokens = np.full(count * sequence_length, pad_id, np.uint32)
+    if count:
+        filled = np.cumsum(lengths) - lengths
+        first = np.searchsorted(sequences, sequences, side="left")
+        place = sequences * sequence_length + filled - filled[first]
+        source = document_starts[documents] + starts
+        offsets = np.arange(int(lengths.sum()))
+        tokens[offsets + np.repeat(place - filled, lengths)] = ids[offsets + np.repeat(source - filled, lengths)]
+    return Packed(
+        tokens=tokens.reshape(count, sequence_length),
+        pieces_per_sequence=np.bincount(sequences, minlength=count).astype(np.uint32),
+        piece_lengths=lengths.astype(np.uint32),
+        piece_documents=documents.astype(np.uint32),
+    )

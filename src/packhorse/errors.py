@@ -1,0 +1,57 @@
+"""Everything that can go wrong for a user, in words: what, where, and what to do next.
+
+Every error here ends a command with exit status 2 and deletes nothing. Settings that make no sense raise
+`ValueError` where they are set; `assert` is for our own logic.
+"""
+
+
+class PackhorseError(Exception):
+    """The base of all errors that are meant for the user."""
+
+
+class SourceError(PackhorseError, ValueError):
+    """A source is missing, unreadable, or is not what the settings say."""
+
+
+class TokenizerError(PackhorseError, ValueError):
+    """A tokenizer cannot be loaded, or does not fit the model or the settings."""
+
+
+class EngineMismatch(TokenizerError):
+    """A fast tokenizer engine gave other ids than the reference for `text`."""
+
+    def __init__(self, engine: str, text: str) -> None:
+        super().__init__(f"The engine {engine} gave other ids than the Hugging Face reference for {text[:200]!r}.")
+        self.engine, self.text = engine, text
+
+
+class CacheError(PackhorseError):
+    """The base of all errors about a cache on disk."""
+
+
+class CacheCorruptionError(CacheError):
+    """A file of the cache is damaged: it was refused before any of its tokens was used."""
+
+
+class CacheIncompleteError(CacheError):
+    """A chunk that is asked for does not exist (yet)."""
+
+
+class RecipeMismatch(CacheError):
+    """A cache folder was built by another recipe than the one asked for."""
+
+
+class NonDeterministicBuildError(CacheError):
+    """Two builds of one chunk gave different tokens; nothing was overwritten."""
+
+
+class SourceChangedError(CacheError, SourceError):
+    """A source is no longer what the plan recorded."""
+
+
+class StorageFullError(CacheError):
+    """The disk is full; what was committed is intact."""
+
+
+class StorageIOError(CacheError):
+    """The disk reported an error; what was committed is intact."""

@@ -1,0 +1,128 @@
+"""Hidden states -> hidden states, with local attention inside a segment and a memory of the earlier ones.
+
+    output = gate * memory + (1 - gate) * local            equation (10) of arXiv 2404.07143v2
+
+`InfiniAttentionMixin` goes before a transformers attention class and uses its projections (and head norms, where it
+has them); all it adds is one gate per query head. Local attention is the only place with rotary embeddings; positions
+restart at every segment, which leaves its scores as they are. The segments come from the model, once for all layers.
+
+Shapes: B rows, T tokens of a row, N segments, S places of a segment, R segments with a past, H query heads,
+G key/value heads, K head size.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import initialization as init
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from packhorse.models.config import InfiniAttentionConfig
+from packhorse.models.gates import activate_gate
+from packhorse.models.loop import attend_by_loop
+from packhorse.models.memory import read_by_attention, read_by_scan
+from packhorse.models.segments import Segments
+
+
+class InfiniAttentionMixin:
+    """Infini-attention over the projections of a transformers attention class. Only to be inherited from."""
+
+    def __init__(self, config, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.gate = nn.Parameter(torch.zeros(config.num_attention_heads, dtype=torch.float32))
+        # A parameter that no loss reaches must not wait for a gradient: DistributedDataParallel would.
+        self.gate.requires_grad_(config.infini_attention.turn_on_memory)
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], segments: Segments, **kwargs
+    ) -> tuple[Tensor, None]:
+        """[B, T, hidden] -> [B, T, hidden]. The rotary tables have one entry for each place of a segment, [1, S, K]."""
+        settings: InfiniAttentionConfig = self.config.infini_attention
+        query_BTHK, key_BTGK, value_BTGK = self._project(hidden_states)
+        if settings.backend == "loop":
+            mixed_BTHK = attend_by_loop(
+                query_BTHK, key_BTGK, value_BTGK, position_embeddings, self.gate, segments, settings, self.scaling
+            )
+        else:
+            mixed_BTHK = self._attend(query_BTHK, key_BTGK, value_BTGK, position_embeddings, segments)
+        return self.o_proj(mixed_BTHK.flatten(2)), None
+
+    def reset_gate(self) -> None:
+        """The start that the configuration asks for; a gate that came from a checkpoint stays."""
+        settings = self.config.infini_attention
+        if settings.balance_init_type == "randn":
+            init.normal_(self.gate)
+        else:
+            init.constant_(self.gate, settings.balance_init_value)
+
+    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shape = (*hidden_states.shape[:2], -1, self.head_dim)
+        query, key, value = (p(hidden_states).view(shape) for p in (self.q_proj, self.k_proj, self.v_proj))
+        if hasattr(self, "q_norm"):
+            query, key = self.q_norm(query), self.k_norm(key)
+        return query, key, value
+
+    def _attend(self, query_BTHK, key_BTGK, value_BTGK, position_embeddings, segments: Segments) -> Tensor:
+        settings = self.config.infini_attention
+        query_NSHK, key_NSGK, value_NSGK = (segments.fold(x) for x in (query_BTHK, key_BTGK, value_BTGK))
+        local_NSHK = self._attend_locally(query_NSHK, key_NSGK, value_NSGK, position_embeddings)
+        if not settings.turn_on_memory:
+            return segments.unfold(local_NSHK)
+
+        if choose_backend(settings, segments, query_BTHK.shape[1], self.head_dim) == "attention":
+            document_BT, index_BT = segments.places(query_BTHK.device)
+            is_past_BTT = (document_BT[:, :, None] == document_BT[:, None]) & (index_BT[:, :, None] > index_BT[:, None])
+            memory_BTHK = read_by_attention(query_BTHK, key_BTGK, value_BTGK, is_past_BTT, settings.memory_eps)
+            _, memory_RSHK = segments.split(segments.fold(memory_BTHK))
+        else:
+            memory_RSHK = read_by_scan(
+                segments.split(query_NSHK)[1],
+                segments.previous(key_NSGK),
+                segments.previous(value_NSGK),
+                segments.running_sum,
+                settings.memory_eps,
+            ).transpose(1, 2)
+
+        gate_H1 = activate_gate(self.gate, settings.balance_act_type).to(memory_RSHK.dtype).unsqueeze(-1)
+        # Runs with R = 0 too: then the gates get a zero gradient instead of none, as data-parallel training needs it.
+        first, rest_RSHK = segments.split(local_NSHK)
+        mixed_RSHK = torch.lerp(rest_RSHK.to(memory_RSHK.dtype), memory_RSHK, gate_H1)
+        if settings.first_segment == "gated":
+            first = first * (1 - gate_H1)
+        return segments.unfold(segments.join(first.to(local_NSHK.dtype), mixed_RSHK.to(local_NSHK.dtype)))
+
+    def _attend_locally(self, query_NSHK, key_NSGK, value_NSGK, position_embeddings) -> Tensor:
+        # Empty places stand after a segment's tokens, where causal attention never looks: no mask is needed.
+        query_NHSK, key_NGSK = apply_rotary_pos_emb(
+            query_NSHK.transpose(1, 2), key_NSGK.transpose(1, 2), *position_embeddings
+        )
+        local_NHSK = scaled_dot_product_attention(
+            query_NHSK,
+            key_NGSK,
+            value_NSGK.transpose(1, 2),
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            is_causal=True,
+            scale=self.scaling,
+            enable_gqa=self.num_key_value_groups > 1,
+        )
+        return local_NHSK.transpose(1, 2)
+
+    def _apply(self, fn, recurse: bool = True):
+        # `model.bfloat16()` and Lightning's bf16-true cast every parameter. A gate in bf16 stops moving as soon as its
+        # step is smaller than the spacing of bf16 numbers (1/64 at 2), so it stays as it was.
+        before = self.gate.data
+        super()._apply(fn, recurse)
+        if self.gate.dtype in (torch.bfloat16, torch.float16) and not before.is_meta:
+            self.gate.data = before.to(self.gate.device, torch.float32)
+        return self
+
+
+def choose_backend(settings: InfiniAttentionConfig, segments: Segments, row_length: int, head_size: int) -> str:
+    """The faster of the two fast ways to read the memory.
+
+    Per token and head the scan moves head_size^2 / segment numbers of state, the attention form row_length weights.
+    They break even near 4 to 1 (`benchmarks/bench_attention.py`, CPU): only short rows of very short segments want
+    the attention form.
+    """
+    if settings.backend != "auto":
+        return settings.backend
+    return "attention" if 4 * row_length * segments.width <= head_size**2 else "scan"

@@ -1,0 +1,102 @@
+"""Settings -> a transformers configuration that carries them.
+
+`InfiniAttentionConfig` says what happens inside attention. `InfiniConfigMixin` nests it in a transformers
+configuration under `infini_attention`, so that `save_pretrained` writes it and `from_pretrained` reads it back.
+A model family needs three lines: see `InfiniLlamaConfig`.
+"""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Literal, Self, get_args
+
+from transformers import LlamaConfig, PreTrainedConfig
+
+BalanceInit = Literal["zeros", "randn", "constant"]
+BalanceAct = Literal["orig_sigmoid", "hard_sigmoid", "orig_tanh", "tanh_abs"]
+FirstSegment = Literal["bypass", "gated"]
+MemoryUpdate = Literal["linear"]
+Backend = Literal["auto", "loop", "scan", "attention"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfiniAttentionConfig:
+    """How attention splits a document into segments and what it remembers of the earlier ones."""
+
+    segment_length: int = 64
+    """Tokens of one segment: local attention sees this many, the memory is written once for each."""
+
+    turn_on_memory: bool = True
+    """False leaves local attention alone, ungated: the baseline that shows what the memory is worth."""
+
+    balance_init_type: BalanceInit = "zeros"
+    """Start of the gates. `constant` takes `balance_init_value`; to continue from a plain checkpoint, start at -4."""
+
+    balance_init_value: float = 0.0
+    """Where the gates start, before their activation, with `balance_init_type: constant`."""
+
+    balance_act_type: BalanceAct = "orig_sigmoid"
+    """Gate parameter -> share of memory. `hard_sigmoid` is clamp(0.2 x + 0.5, 0, 1); `orig_tanh` may be negative."""
+
+    first_segment: FirstSegment = "bypass"
+    """While a document's memory is empty: `bypass` is plain local attention, `gated` scales it by 1 - gate."""
+
+    memory_eps: float = 1e-6
+    """Added to the normaliser of a read, so that keys which are all zero give zero and not NaN."""
+
+    memory_update: MemoryUpdate = "linear"
+    """How a segment is written: `linear` adds it (equation 8)."""
+
+    backend: Backend = "auto"
+    """Same values, other speed: `scan` over segments, masked `attention`, literal `loop`; `auto` picks by shape."""
+
+    def __post_init__(self) -> None:
+        if self.segment_length < 1:
+            raise ValueError(f"segment_length must be at least 1, got {self.segment_length}.")
+        if not self.memory_eps > 0:
+            raise ValueError(f"memory_eps must be above 0, or an empty read is 0 / 0; got {self.memory_eps}.")
+        for field in fields(self):
+            allowed, value = get_args(field.type), getattr(self, field.name)
+            if allowed and value not in allowed:
+                raise ValueError(f"{field.name} must be one of {', '.join(allowed)}; got {value!r}.")
+        if self.balance_init_value != 0.0 and self.balance_init_type != "constant":
+            raise ValueError(
+                f"balance_init_value is {self.balance_init_value}, but balance_init_type {self.balance_init_type!r} "
+                "does not read it. Set balance_init_type: constant, or leave balance_init_value out."
+            )
+
+
+class InfiniConfigMixin:
+    """Gives a transformers configuration an `infini_attention` part. Only to be inherited from, before the base."""
+
+    def __post_init__(self, **kwargs) -> None:
+        self.infini_attention = _to_settings(self.infini_attention)
+        super().__post_init__(**kwargs)
+
+    def to_dict(self) -> dict:
+        """Everything as plain values, ready for JSON."""
+        return {**super().to_dict(), "infini_attention": asdict(self.infini_attention)}
+
+    @classmethod
+    def from_base(cls, base: PreTrainedConfig, infini_attention: InfiniAttentionConfig | dict | None = None) -> Self:
+        """This family's configuration with the sizes of a plain one, such as a downloaded checkpoint's."""
+        values = base.to_dict()
+        for name in ("model_type", "architectures", "transformers_version", "infini_attention"):
+            values.pop(name, None)
+        return cls(**values, infini_attention=infini_attention)
+
+
+class InfiniLlamaConfig(InfiniConfigMixin, LlamaConfig):
+    """`LlamaConfig` with an `infini_attention` part."""
+
+    model_type = "infini_llama"
+
+    infini_attention: InfiniAttentionConfig | dict | None = None
+
+
+def _to_settings(value: InfiniAttentionConfig | dict | None) -> InfiniAttentionConfig:
+    if isinstance(value, InfiniAttentionConfig):
+        return value
+    value = dict(value or {})
+    known = {field.name for field in fields(InfiniAttentionConfig)}
+    if unknown := sorted(set(value) - known):
+        raise ValueError(f"infini_attention has no field {', '.join(unknown)}. It has: {', '.join(sorted(known))}.")
+    return InfiniAttentionConfig(**value)

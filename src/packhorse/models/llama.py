@@ -1,0 +1,43 @@
+"""Llama with Infini-attention, under the names that transformers' Auto classes know.
+
+A plain Llama checkpoint loads as it is (only the gates are new), and with `first_segment: bypass` a document that fits
+into one segment gets exactly the logits that plain Llama gives it.
+"""
+
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM, LlamaModel
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaPreTrainedModel
+
+from packhorse.models.attention import InfiniAttentionMixin
+from packhorse.models.config import InfiniLlamaConfig
+from packhorse.models.model import InfiniForCausalLMMixin, InfiniModelMixin, InfiniPreTrainedMixin
+
+
+class InfiniLlamaAttention(InfiniAttentionMixin, LlamaAttention):
+    """Llama's projections around Infini-attention."""
+
+
+class InfiniLlamaModel(InfiniModelMixin, InfiniPreTrainedMixin, LlamaModel):
+    """Token ids -> hidden states."""
+
+    config_class = InfiniLlamaConfig
+    infini_attention_class = InfiniLlamaAttention
+
+
+class InfiniLlamaForCausalLM(InfiniForCausalLMMixin, InfiniPreTrainedMixin, LlamaForCausalLM):
+    """Token ids -> logits."""
+
+    config_class = InfiniLlamaConfig
+
+    def __init__(self, config: InfiniLlamaConfig) -> None:
+        # Past LlamaForCausalLM's own constructor, which would build a plain model first.
+        LlamaPreTrainedModel.__init__(self, config)
+        self.model = InfiniLlamaModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+AutoConfig.register(InfiniLlamaConfig.model_type, InfiniLlamaConfig)
+AutoModel.register(InfiniLlamaConfig, InfiniLlamaModel)
+AutoModelForCausalLM.register(InfiniLlamaConfig, InfiniLlamaForCausalLM)

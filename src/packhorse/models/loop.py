@@ -1,0 +1,73 @@
+"""Infini-attention exactly as the paper tells it: document by document, segment by segment.
+
+This is the specification that the fast backends are tested against. It shares neither their layout nor their sums;
+it is slow, and it is meant to be read.
+
+Shapes: B rows, T tokens of a row, S tokens of this segment, H query heads, G key/value heads, K head size.
+"""
+
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
+
+from packhorse.models.config import InfiniAttentionConfig
+from packhorse.models.gates import activate_gate
+from packhorse.models.memory import feature_map, retrieve, write
+from packhorse.models.segments import Segments
+
+
+def attend_by_loop(
+    query_BTHK: Tensor,
+    key_BTGK: Tensor,
+    value_BTGK: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    gate_H: Tensor,
+    segments: Segments,
+    settings: InfiniAttentionConfig,
+    scaling: float,
+) -> Tensor:
+    """The mixed output [B, T, H, K] of one layer; zero for masked tokens. No attention dropout."""
+    num_repeats = query_BTHK.shape[2] // key_BTGK.shape[2]
+    document_BT, index_BT = (x.expand(query_BTHK.shape[:2]) for x in segments.places(query_BTHK.device))
+    output_BTHK = torch.zeros_like(query_BTHK)
+    for row, (document_T, index_T) in enumerate(zip(document_BT, index_BT, strict=True)):
+        for document in document_T[index_T >= 0].unique():
+            memory = normalizer = None
+            for index in range(int(index_T[document_T == document].max()) + 1):
+                here = (row, ((document_T == document) & (index_T == index)).nonzero().squeeze(1))
+                query_1HSK = query_BTHK[here].transpose(0, 1)[None]
+                key_1HSK, value_1HSK = (
+                    repeat_kv(x[here].transpose(0, 1)[None], num_repeats) for x in (key_BTGK, value_BTGK)
+                )
+                local = _attend_locally(query_1HSK, key_1HSK, value_1HSK, position_embeddings, scaling)
+                if settings.turn_on_memory:
+                    wide = torch.promote_types(local.dtype, torch.float32)
+                    with torch.autocast(local.device.type, enabled=False):
+                        if memory is None:
+                            answer = torch.zeros_like(local, dtype=wide)
+                        else:
+                            answer = retrieve(feature_map(query_1HSK.to(wide)), memory, normalizer, settings.memory_eps)
+                        mixed = _mix(local.to(wide), answer, gate_H, settings, is_first=memory is None)
+                        added, added_normalizer = write(feature_map(key_1HSK.to(wide)), value_1HSK.to(wide))
+                    memory = added if memory is None else memory + added
+                    normalizer = added_normalizer if normalizer is None else normalizer + added_normalizer
+                    local = mixed.to(local.dtype)
+                output_BTHK = output_BTHK.index_put((torch.tensor(row), here[1]), local[0].transpose(0, 1))
+    return output_BTHK
+
+
+def _attend_locally(query_1HSK, key_1HSK, value_1HSK, position_embeddings, scaling) -> Tensor:
+    length = query_1HSK.shape[2]
+    cos, sin = (x[:, :length] for x in position_embeddings)
+    query_1HSK, key_1HSK = apply_rotary_pos_emb(query_1HSK, key_1HSK, cos, sin)
+    score_1HSS = query_1HSK @ key_1HSK.transpose(-1, -2) * scaling
+    is_future_SS = torch.ones(length, length, dtype=torch.bool, device=score_1HSS.device).triu(1)
+    return score_1HSS.masked_fill(is_future_SS, float("-inf")).softmax(-1).to(value_1HSK.dtype) @ value_1HSK
+
+
+def _mix(local, answer, gate_H, settings: InfiniAttentionConfig, is_first: bool) -> Tensor:
+    gate_H11 = activate_gate(gate_H, settings.balance_act_type).to(answer.dtype)[:, None, None]
+    mixed = gate_H11 * answer + (1 - gate_H11) * local
+    if is_first and settings.first_segment == "bypass":
+        return local + 0 * mixed  # the gates keep a gradient, zero, as data-parallel training needs it
+    return mixed

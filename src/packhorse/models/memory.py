@@ -1,0 +1,110 @@
+"""Queries, keys and values of segments -> what the earlier segments of the same document answer.
+
+The compressive memory of Infini-attention (Munkhdalai et al., 2024, arXiv 2404.07143v2) as pure functions. For each
+key/value head it is a matrix M and a normaliser z, both sums over the past:
+
+    sigma(x) = elu(x) + 1
+    read     sigma(Q) M / (sigma(Q) z)                        equation (7)
+    write    M += sigma(K)^T V,   z += sum_t sigma(K_t)       equation (8)
+
+A segment reads before it is written, so no token ever reads itself or its future. Queries and keys carry no rotary
+embedding here: a memory has no positions. Everything is computed in fp32 at least, whatever autocast says, because
+z is a long sum and bf16 loses several percent of it after a few hundred segments.
+
+Shapes: R segments with a past, S tokens of a segment, T tokens of a row, B rows, H query heads, G key/value heads
+(each serves H / G neighbouring query heads), K key size, V value size.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def feature_map(x: Tensor) -> Tensor:
+    """sigma(x) = x + 1 above zero, exp(x) below: positive, also where `elu(x) + 1` rounds to zero."""
+    return _FeatureMap.apply(x)
+
+
+def retrieve(query_feature: Tensor, memory: Tensor, normalizer: Tensor, eps: float) -> Tensor:
+    """Equation (7): [..., S, K] queries read [..., K, V]; zero where nothing was written."""
+    return (query_feature @ memory) / (query_feature @ normalizer.unsqueeze(-1) + eps)
+
+
+def write(key_feature: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Equation (8): what one segment adds to memory and normaliser."""
+    return key_feature.transpose(-1, -2) @ value, key_feature.sum(-2)
+
+
+def read_by_scan(
+    query_RSHK: Tensor, key_RSGK: Tensor, value_RSGV: Tensor, running_sum: Callable[[Tensor], Tensor], eps: float
+) -> Tensor:
+    """All segments at once: one write each, a running sum over the past, one read each. -> [R, H, S, V].
+
+    Cost per token: K V for the write and for the read; K V numbers are kept for each segment and G.
+
+    Args:
+        query_RSHK: queries of the segments that have a past.
+        key_RSGK: keys of the segment before each.
+        value_RSGV: values of the segment before each.
+        running_sum: sums [R, ...] over the earlier segments of each document.
+        eps: added to the normaliser.
+    """
+    with torch.autocast(query_RSHK.device.type, enabled=False):
+        query_feature = feature_map(_heads_first(query_RSHK))
+        memory, normalizer = write(feature_map(_heads_first(key_RSGK)), _heads_first(value_RSGV))
+        memory, normalizer = running_sum(memory), running_sum(normalizer)
+        grouped = _group_heads(query_feature, key_RSGK.shape[2])
+        return retrieve(grouped, memory, normalizer, eps).view(*query_feature.shape[:-1], value_RSGV.shape[-1])
+
+
+def read_by_attention(
+    query_BTHK: Tensor, key_BTGK: Tensor, value_BTGV: Tensor, is_past_BTT: Tensor, eps: float
+) -> Tensor:
+    """The same read without a memory: every token weighs every past token itself. -> [B, T, H, V].
+
+    sigma(q) sum_j sigma(k_j)^T v_j = sum_j (sigma(q) . sigma(k_j)) v_j. Cost per token: T (K + V), good for short rows.
+
+    Args:
+        query_BTHK: queries of whole rows.
+        key_BTGK: keys of whole rows.
+        value_BTGV: values of whole rows.
+        is_past_BTT: True where token j (last axis) is in an earlier segment of the document of token i.
+        eps: added to the normaliser.
+    """
+    with torch.autocast(query_BTHK.device.type, enabled=False):
+        query_feature, key_feature = feature_map(_heads_first(query_BTHK)), feature_map(_heads_first(key_BTGK))
+        batch, num_heads, length, _ = query_feature.shape
+        grouped = _group_heads(query_feature, key_feature.shape[1])
+        weight = (grouped @ key_feature.transpose(-1, -2)).view(batch, num_heads, length, length)
+        weight = weight.masked_fill(~is_past_BTT.unsqueeze(1), 0)
+        weight = weight / (weight.sum(-1, keepdim=True) + eps)
+        answer = _group_heads(weight, key_feature.shape[1]) @ _heads_first(value_BTGV)
+        return answer.view(batch, num_heads, length, value_BTGV.shape[-1]).transpose(1, 2)
+
+
+def _heads_first(x_RSHK: Tensor) -> Tensor:
+    # Contiguous before the feature map, so that autograd keeps one copy and not two.
+    wide = torch.promote_types(x_RSHK.dtype, torch.float32)
+    return x_RSHK.transpose(1, 2).to(wide).contiguous()
+
+
+def _group_heads(x_RHSK: Tensor, num_groups: int) -> Tensor:
+    """Query heads that share a key/value head -> more queries of it: [R, G, (H / G) S, K]."""
+    segments, heads, places, size = x_RHSK.shape
+    return x_RHSK.reshape(segments, num_groups, heads // num_groups * places, size)
+
+
+class _FeatureMap(torch.autograd.Function):
+    """exp(min(x, 0)) + max(x, 0). Its slope is min(sigma, 1), so only the result is kept."""
+
+    @staticmethod
+    def forward(ctx, x):
+        feature = x.clamp(max=0).exp_().add_(x.clamp(min=0))
+        ctx.save_for_backward(feature)
+        return feature
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (feature,) = ctx.saved_tensors
+        return gradient * feature.clamp(max=1)

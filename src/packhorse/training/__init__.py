@@ -1,0 +1,1 @@
+"""The hall: the only room that knows the others, and Lightning."""

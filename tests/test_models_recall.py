@@ -1,0 +1,64 @@
+"""The memory learns: a fact of an earlier segment, which local attention cannot see, is answered from memory."""
+
+from dataclasses import replace
+
+import torch
+
+from packhorse.models import InfiniLlamaConfig, InfiniLlamaForCausalLM, gate_parameters
+
+SEGMENT, LENGTH, NUM_VALUES, NUM_NOISE = 16, 64, 16, 32
+QUESTION = NUM_VALUES + NUM_NOISE
+
+
+def test_a_model_recalls_from_an_earlier_segment_only_with_its_memory():
+    torch.set_num_threads(1)
+    trained = train(turn_on_memory=True, max_steps=200)
+    assert accuracy(trained) >= 0.99
+
+    trained.config.infini_attention = replace(trained.config.infini_attention, turn_on_memory=False)
+    assert accuracy(trained) < 0.2, "the same weights with the memory knocked out must be near chance, 1 in 16"
+    assert accuracy(train(turn_on_memory=False, max_steps=200)) < 0.2, "local attention must not solve the task"
+
+
+def train(turn_on_memory: bool, max_steps: int) -> InfiniLlamaForCausalLM:
+    torch.manual_seed(0)
+    config = InfiniLlamaConfig(
+        vocab_size=QUESTION + 1,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        infini_attention={"segment_length": SEGMENT, "turn_on_memory": turn_on_memory},
+    )
+    model = InfiniLlamaForCausalLM(config).train()
+    gates = gate_parameters(model)
+    others = [p for p in model.parameters() if not any(p is gate for gate in gates)]
+    optimizer = torch.optim.AdamW(
+        [{"params": others, "lr": 3e-3}, {"params": gates, "lr": 2e-2}], weight_decay=0.0, betas=(0.9, 0.95)
+    )
+    generator = torch.Generator().manual_seed(1)
+    for step in range(max_steps):
+        input_ids, answer = batch(32, generator)
+        loss = torch.nn.functional.cross_entropy(model(input_ids, logits_to_keep=1).logits[:, -1], answer)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 25 == 24 and loss < 0.01:
+            break
+    return model
+
+
+@torch.no_grad()
+def accuracy(model: InfiniLlamaForCausalLM) -> float:
+    input_ids, answer = batch(256, torch.Generator().manual_seed(2))
+    return (model.eval()(input_ids, logits_to_keep=1).logits[:, -1].argmax(-1) == answer).float().mean().item()
+
+
+def batch(rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Noise, one value token anywhere before the last segment, and the question at the very end."""
+    input_ids = torch.randint(NUM_VALUES, QUESTION, (rows, LENGTH), generator=generator)
+    answer = torch.randint(0, NUM_VALUES, (rows,), generator=generator)
+    place = torch.randint(0, LENGTH - SEGMENT, (rows,), generator=generator)
+    input_ids[torch.arange(rows), place] = answer
+    input_ids[:, -1] = QUESTION
+    return input_ids, answer
