@@ -106,6 +106,7 @@ def test_gates_stay_in_fp32_however_the_model_is_cast(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     for cast in (loaded, make_model(**{"balance_init_type": "constant", "balance_init_value": 2.001}).bfloat16()):
         assert cast.dtype == torch.bfloat16
+        assert "self_attn.gate" in cast._keep_in_fp32_modules_strict, "what transformers' loaders promise to respect"
         for gate in gate_parameters(cast):
             assert gate.dtype == torch.float32
             assert (gate == torch.tensor(2.001)).all(), "a trip through bf16 would round it to 2"
@@ -168,6 +169,17 @@ def test_gradient_checkpointing_gives_the_same_gradients(backend):
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
+def test_the_model_compiles_into_one_graph():
+    model = make_model().train()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    input_ids = torch.randint(0, VOCAB, (2, 24))
+    packed = split_into_segments((2, 24), 8, torch.cat([torch.arange(11), torch.arange(13)])[None])
+    for inputs in ({}, {"segments": packed}):
+        loss = compiled(input_ids, labels=input_ids, **inputs).loss
+        loss.backward()
+        torch.testing.assert_close(loss, model(input_ids, labels=input_ids, **inputs).loss)
+
+
 def test_tied_embeddings_are_one_parameter_before_and_after_loading(tmp_path):
     model = make_model(tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
@@ -223,6 +235,8 @@ def test_what_would_be_answered_wrongly_is_refused():
         model.generate(inputs_embeds=torch.randn(1, 4, 32), max_new_tokens=2)
     with pytest.raises(ValueError, match="attention_mask"):
         model(prompt, attention_mask=torch.ones(1, 1, 10, 10))
+    with pytest.raises(ValueError, match="hides every token"):
+        model(prompt, attention_mask=torch.zeros(1, 10))
     with pytest.raises(ValueError, match="input_ids"):
         model.model()
 
@@ -236,6 +250,11 @@ def test_what_would_be_answered_wrongly_is_refused():
         ({"memory_update": "hebbian"}, "memory_update"),
         ({"balance_init_value": -4.0}, "balance_init_type"),
         ({"segment_size": 8}, "has no field segment_size"),
+        ({"balance_act_type": "tanh_abs"}, "never move"),
+        (
+            {"balance_act_type": "hard_sigmoid", "balance_init_type": "constant", "balance_init_value": -4.0},
+            "never move",
+        ),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(settings, message):

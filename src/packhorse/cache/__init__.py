@@ -1,6 +1,7 @@
 """Sequences <-> disk, without torch."""
 
-from packhorse.cache.cache import Cache, CacheSummary, build_cache, open_cache, update_cache
+from packhorse.cache.cache import Cache, CacheSummary
 from packhorse.cache.settings import CacheSettings, DataSettings
+from packhorse.cache.update import build_cache, open_cache, update_cache
 
 __all__ = ["Cache", "CacheSettings", "CacheSummary", "DataSettings", "build_cache", "open_cache", "update_cache"]

@@ -6,6 +6,7 @@ come from. A spool is scratch: whoever misses one makes it again, and it is remo
 
 import hashlib
 import io
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,17 +14,25 @@ from pathlib import Path
 import numpy as np
 
 from packhorse.cache import store
-from packhorse.corpus.documents import decompress
+from packhorse.corpus.documents import decompress, starts_with_bracket
 from packhorse.corpus.sources import Document
 from packhorse.errors import SourceError
 
 
-def unpack(path: str, packed: str, target: Path) -> None:
+def unpack(path: str, packed: str, kind: str, target: Path) -> None:
     """Unpack a file of a source (see `SourceFile.packed`) to `target`, unless that is there."""
     if target.exists():
         return
     store.make_folder(target.parent)
-    store.publish(target, _array_lines(path) if packed == "array" else decompress(path))
+    if packed == "array":
+        lines = _array_lines(path, Path(path).read_bytes())
+    else:
+        lines = decompress(path)
+        if kind == "jsonl":
+            first = next(lines, b"")
+            rest = itertools.chain([first], lines)
+            lines = _array_lines(path, b"".join(rest)) if starts_with_bracket(first) else rest
+    store.publish(target, lines)
 
 
 def cut_stream(documents: Iterator[Document], part_bytes: int) -> Iterator[list[Document]]:
@@ -72,9 +81,9 @@ def write_documents(documents: list[Document], target: Path) -> None:
     store.publish(target, buffer.getvalue())
 
 
-def _array_lines(path: str) -> Iterator[bytes]:
+def _array_lines(path: str, data: bytes) -> Iterator[bytes]:
     try:
-        rows = json.loads(Path(path).read_bytes())
+        rows = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{path} is not valid JSON: {error}.") from None
     for row in rows:

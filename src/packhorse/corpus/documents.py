@@ -11,6 +11,8 @@ Rows that are null, empty or not valid Unicode are left out and counted.
 
 import gzip
 import json
+import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -94,7 +96,7 @@ def read_documents(
             elif isinstance(value, str):
                 if not value or value.isspace():
                     skipped.empty += 1
-                elif not value.isascii() and not _is_unicode(value):
+                elif not value.isascii() and not is_unicode(value):
                     skipped.invalid += 1
                 else:
                     rows.append(row)
@@ -102,13 +104,17 @@ def read_documents(
             elif isinstance(value, np.ndarray):
                 if not len(value):
                     skipped.empty += 1
+                elif value.ndim != 1 or value.dtype.kind not in "iu":
+                    skipped.invalid += 1
                 else:
                     rows.append(row)
-                    kept.append(value)
+                    kept.append(value.astype(np.int64, copy=False))
             else:
                 skipped.invalid += 1
         if rows:
             is_text = isinstance(kept[0], str)
+            if any(isinstance(value, str) != is_text for value in kept):
+                raise SourceError(f"{file.path} mixes texts and lists of ids in {file.column!r}.")
             yield Documents(
                 rows=np.array(rows, np.int64), texts=kept if is_text else None, ids=None if is_text else kept
             )
@@ -163,9 +169,22 @@ def file_length(file: TextFile) -> int:
     return Path(file.path).stat().st_size
 
 
-@lru_cache(maxsize=4)
+def file_version(path: str) -> tuple[int, ...]:
+    """Changes when another file takes the name: what is kept in memory of a file is kept under this."""
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise SourceError(f"The source file {path} cannot be read: {error.strerror}.") from None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def open_parquet(path: str):
     """The opened parquet file; opened ones are kept, with their footers."""
+    return _open_parquet(path, file_version(path))
+
+
+@lru_cache(maxsize=4)
+def _open_parquet(path: str, version: tuple[int, ...]):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -175,9 +194,13 @@ def open_parquet(path: str):
         raise SourceError(f"The parquet file {path} cannot be read: it is damaged or cut off ({error}).") from None
 
 
-@lru_cache(maxsize=4)
 def open_arrow(path: str):
     """The table in an arrow file (stream or file format), memory-mapped."""
+    return _open_arrow(path, file_version(path))
+
+
+@lru_cache(maxsize=4)
+def _open_arrow(path: str, version: tuple[int, ...]):
     import pyarrow as pa
 
     try:
@@ -191,12 +214,12 @@ def open_arrow(path: str):
 
 
 @lru_cache(maxsize=1)
-def _row_group(path: str, number: int, column: str):
+def _row_group(path: str, version: tuple[int, ...], number: int, column: str):
     # A worker that takes the next chunk often needs the rest of the row group it just decoded.
     import pyarrow as pa
 
     try:
-        return open_parquet(path).read_row_group(number, columns=[column], use_threads=False).column(0)
+        return _open_parquet(path, version).read_row_group(number, columns=[column], use_threads=False).column(0)
     except (pa.ArrowException, OSError) as error:
         raise SourceError(f"Row group {number} of the parquet file {path} cannot be read: {error}") from None
 
@@ -213,13 +236,14 @@ def _table_columns(file: TextFile, start: int, stop: int) -> Iterator:
     if file.kind == "arrow":
         yield open_arrow(file.path).column(file.column).slice(start, stop - start)
         return
-    metadata = open_parquet(file.path).metadata
+    version = file_version(file.path)
+    metadata = _open_parquet(file.path, version).metadata
     first = 0
     for number in range(metadata.num_row_groups):
         rows = metadata.row_group(number).num_rows
         low, high = max(start, first), min(stop, first + rows)
         if low < high:
-            yield _row_group(file.path, number, file.column).slice(low - first, high - low)
+            yield _row_group(file.path, version, number, file.column).slice(low - first, high - low)
         first += rows
 
 
@@ -228,7 +252,7 @@ def _to_python(column) -> list:
 
     kind = column.type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return [None if cell is None else np.asarray(cell, np.int64) for cell in column.to_pylist()]
+        return [None if cell is None else _ids(cell) for cell in column.to_pylist()]
     if pa.types.is_dictionary(kind):
         column = column.cast(kind.value_type)
     try:
@@ -248,7 +272,16 @@ def _decode(data: bytes | None) -> str | None:
     return None if data is None else data.decode("utf-8", "surrogateescape")
 
 
-def _is_unicode(text: str) -> bool:
+def _ids(cell: list) -> np.ndarray | object:
+    """An array, also of what are no ids: the caller counts it as invalid."""
+    try:
+        return np.asarray(cell) if cell else np.empty(0, np.int64)
+    except (ValueError, OverflowError):  # lists of unequal lists
+        return cell
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written as UTF-8: a Python string may hold lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -285,6 +318,8 @@ def _parse_json(piece: bytes, file: TextFile, place: int) -> object:
         row = json.loads(piece)
         if not isinstance(row, dict):
             raise ValueError(f"an object with the key {file.column!r} is expected, not {type(row).__name__}")
+    except UnicodeDecodeError:
+        return piece  # counted as invalid
     except (ValueError, RecursionError) as error:
         with open(file.path, "rb") as stream:
             line = 1 + sum(block.count(b"\n") for block in _blocks(stream, 0, place))
@@ -293,13 +328,13 @@ def _parse_json(piece: bytes, file: TextFile, place: int) -> object:
             "Mend or remove the line and run the same command again: it goes on from there."
         ) from None
     value = row.get(file.column)
-    return np.asarray(value, np.int64) if isinstance(value, list) else value
+    return _ids(value) if isinstance(value, list) else value
 
 
 def _pieces(file: TextFile, start: int, stop: int) -> Iterator[bytes]:
     """The raw bytes of each document, borders included: together they are the whole range."""
     border = {"paragraph": b"\n\n", "document": None}.get(file.kind, b"\n")
-    with open(file.path, "rb") as stream:
+    with _open(file.path) as stream:
         if border is None:
             stream.seek(start)
             data = stream.read(stop - start)
@@ -314,6 +349,13 @@ def _pieces(file: TextFile, start: int, stop: int) -> Iterator[bytes]:
                 yield part + border
         if tail:
             yield tail
+
+
+def _open(path: str):
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise SourceError(f"The source file {path} cannot be read: {error.strerror}.") from None
 
 
 def _blocks(stream, start: int, stop: int) -> Iterator[bytes]:
@@ -336,8 +378,13 @@ def decompress(path: str) -> Iterator[bytes]:
         with openers[Path(path).suffix](path, "rb") as stream:
             while block := stream.read(2**20):
                 yield block
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise SourceError(f"The compressed file {path} cannot be read: it is damaged or cut off ({error}).") from None
+
+
+def starts_with_bracket(data: bytes) -> bool:
+    """Whether JSON that begins so is one array, not a row a line."""
+    return data.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
 
 
 def _open_zstd(path: str, mode: str):

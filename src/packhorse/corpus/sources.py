@@ -5,6 +5,7 @@
     HuggingFaceFW/fineweb-edu                  a data set of the Hugging Face hub, through `datasets`
     {path: ..., name: ..., split: ...}         the same with the arguments of `datasets.load_dataset`
     {class_path: ..., init_args: {...}}        any Python class or function that gives an iterable
+    a function, an iterable                    in Python only: texts, rows, or ids
     [..., ...]                                 several of these, one after the other
 
 A source is either `Files`, which can be sought, or a `Stream`, which can only be read from the beginning and is
@@ -24,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from packhorse.corpus.documents import TextFile, open_arrow, open_parquet
+from packhorse.corpus.documents import TextFile, open_arrow, open_parquet, starts_with_bracket
 from packhorse.corpus.sample import SampleCorpus
 from packhorse.errors import SourceError
 
@@ -105,7 +106,9 @@ def open_sources(spec: Any, *, text_column: str = "text", sample_by: str = "line
         if any(looks_like_specs):
             return [s for item in spec for s in open_sources(item, text_column=text_column, sample_by=sample_by)]
     if isinstance(spec, Iterable):
-        return [_from_iterable(spec, _class_name(type(spec)), text_column)]
+        return [_from_iterable(spec, _name(type(spec)), text_column)]
+    if callable(spec):
+        return [_from_function(spec, _name(spec), text_column)]
     raise SourceError(f"A source is a path, a name, a mapping, a list of these, or an iterable, not {spec!r}.")
 
 
@@ -123,9 +126,10 @@ def probe_file(path: str | Path, size: int | None = None) -> tuple[int, str]:
 
 def _looks_like_a_name(text: str) -> bool:
     """A list of texts is an iterable of documents; a list of names is a list of sources."""
-    if len(text) > 1_000 or "\n" in text:
+    if not text or len(text) > 1_000 or "\n" in text or "\0" in text:
         return False
-    return text == "sample" or glob.has_magic(text) or Path(text).expanduser().exists() or bool(_suffix(text))
+    pattern = glob.has_magic(text) and "/" in text and not any(map(str.isspace, text))
+    return text == "sample" or pattern or bool(_suffix(text)) or Path(text).expanduser().exists()
 
 
 def _suffix(name: str) -> str:
@@ -175,8 +179,9 @@ def _source_file(path: Path, column: str, sample_by: str) -> SourceFile:
     packed = path.suffix if path.suffix in COMPRESSIONS else ""
     try:
         size, probe = probe_file(path)
-        if kind == "jsonl" and not packed and _starts_with_bracket(path):
-            packed = "array"
+        if kind == "jsonl" and not packed:
+            with path.open("rb") as stream:
+                packed = "array" if starts_with_bracket(stream.read(4096)) else ""
     except OSError as error:
         raise SourceError(f"The file {path} cannot be read: {error.strerror}.") from None
     file = TextFile(path=str(path.absolute()), kind=kind, column=column if kind in _KINDS.values() else "")
@@ -234,32 +239,58 @@ def _first_keys(path: str) -> list[str] | None:
     return None
 
 
-def _starts_with_bracket(path: Path) -> bool:
-    with path.open("rb") as stream:
-        return stream.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
-
-
 def _from_class(spec: dict[str, Any], column: str) -> Source:
     module, _, name = str(spec["class_path"]).rpartition(".")
     arguments = spec.get("init_args") or {}
-    try:
-        made = getattr(importlib.import_module(module), name)(**arguments)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise SourceError(f"The source {spec['class_path']} cannot be made: {error}.") from None
-    return _from_iterable(made, json.dumps({"class_path": spec["class_path"], "init_args": arguments}), column)
+    key = json.dumps({"class_path": spec["class_path"], "init_args": arguments}, sort_keys=True, default=str)
+
+    def make():
+        try:
+            return getattr(importlib.import_module(module), name)(**arguments)
+        except (ImportError, AttributeError, ValueError, TypeError) as error:
+            raise SourceError(f"The source {spec['class_path']} cannot be made: {error}.") from None
+
+    return _from_function(make, key, column)
+
+
+def _from_function(make: Callable[[], Any], key: str, column: str) -> Source:
+    made = make()
+    if callable(made) and not isinstance(made, Iterable):
+        return _from_function(made, key, column)
+    if isinstance(made, Iterator):
+        # It can be read once; the function gives a fresh one each time.
+        return Stream(key=key, read=_skipping(lambda: (_document(item, column, key) for item in make())))
+    return _from_iterable(made, key, column)
 
 
 def _from_iterable(iterable: Any, key: str, column: str) -> Source:
-    if callable(iterable) and not isinstance(iterable, Iterable):
-        iterable = iterable()
     if not isinstance(iterable, Iterable):
         raise SourceError(f"The source {key} is not an iterable of texts, rows or ids.")
+    if isinstance(iterable, Iterator):
+        iterable = _Once(iterable, key)
     fingerprint = getattr(iterable, "fingerprint", None)
     return Stream(
         key=key,
         read=_skipping(lambda: (_document(item, column, key) for item in iterable)),
         fingerprint=str(fingerprint) if fingerprint is not None else None,
     )
+
+
+class _Once:
+    """An iterator: a second reading would silently begin in its middle."""
+
+    def __init__(self, iterator: Iterator, key: str) -> None:
+        self._iterator: Iterator | None = iterator
+        self._key = key
+
+    def __iter__(self) -> Iterator:
+        if self._iterator is None:
+            raise SourceError(
+                f"The source {self._key} can be read only once, and is needed again.\n"
+                "Give the function that makes it, or a list."
+            )
+        iterator, self._iterator = self._iterator, None
+        return iterator
 
 
 def _document(item: Any, column: str, key: str) -> Document:
@@ -337,5 +368,7 @@ def _check_features(data, column: str, name: str) -> None:
         )
 
 
-def _class_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+def _name(of: Any) -> str:
+    """Of a class or a function."""
+    of = of if hasattr(of, "__qualname__") else type(of)
+    return f"{of.__module__}.{of.__qualname__}"

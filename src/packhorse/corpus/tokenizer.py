@@ -282,6 +282,6 @@ def _download(name: str) -> Path:
     except Exception as error:  # network, name and permission errors of several libraries
         raise TokenizerError(
             f"The tokenizer {name} is neither a local file or folder, nor can it be downloaded from the "
-            f"Hugging Face hub:\n  {type(error).__name__}: {str(error).splitlines()[0]}\n"
+            f"Hugging Face hub:\n  {type(error).__name__}: {(str(error).splitlines() or [''])[0]}\n"
             "Check the name, or give the path of a folder or of a tokenizer.json file."
         ) from None

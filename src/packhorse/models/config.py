@@ -28,7 +28,7 @@ class InfiniAttentionConfig:
     """False leaves local attention alone, ungated: the baseline that shows what the memory is worth."""
 
     balance_init_type: BalanceInit = "zeros"
-    """Start of the gates. `constant` takes `balance_init_value`; to continue from a plain checkpoint, start at -4."""
+    """Start of the gates. `constant` takes `balance_init_value`; -4 with `orig_sigmoid` suits a plain checkpoint."""
 
     balance_init_value: float = 0.0
     """Where the gates start, before their activation, with `balance_init_type: constant`."""
@@ -62,6 +62,18 @@ class InfiniAttentionConfig:
                 f"balance_init_value is {self.balance_init_value}, but balance_init_type {self.balance_init_type!r} "
                 "does not read it. Set balance_init_type: constant, or leave balance_init_value out."
             )
+        if self.turn_on_memory and self._gates_are_stuck():
+            raise ValueError(
+                f"{self.balance_act_type} is flat where balance_init_type {self.balance_init_type!r} starts the gates "
+                f"({self.balance_init_value}), so they would never move. Start hard_sigmoid between -2.5 and 2.5 and "
+                "tanh_abs anywhere but at 0 (balance_init_type: constant with a balance_init_value, or randn)."
+            )
+
+    def _gates_are_stuck(self) -> bool:
+        if self.balance_init_type == "randn":
+            return False
+        start = self.balance_init_value
+        return {"hard_sigmoid": abs(start) >= 2.5, "tanh_abs": start == 0.0}.get(self.balance_act_type, False)
 
 
 class InfiniConfigMixin:

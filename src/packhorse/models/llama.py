@@ -4,9 +4,8 @@ A plain Llama checkpoint loads as it is (only the gates are new), and with `firs
 into one segment gets exactly the logits that plain Llama gives it.
 """
 
-from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM, LlamaModel
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaPreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from packhorse.models.attention import InfiniAttentionMixin
 from packhorse.models.config import InfiniLlamaConfig
@@ -28,14 +27,7 @@ class InfiniLlamaForCausalLM(InfiniForCausalLMMixin, InfiniPreTrainedMixin, Llam
     """Token ids -> logits."""
 
     config_class = InfiniLlamaConfig
-
-    def __init__(self, config: InfiniLlamaConfig) -> None:
-        # Past LlamaForCausalLM's own constructor, which would build a plain model first.
-        LlamaPreTrainedModel.__init__(self, config)
-        self.model = InfiniLlamaModel(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
+    infini_model_class = InfiniLlamaModel
 
 
 AutoConfig.register(InfiniLlamaConfig.model_type, InfiniLlamaConfig)

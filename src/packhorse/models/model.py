@@ -5,7 +5,8 @@ to say. The model finds the segments of a batch once and hands them to every lay
 is recomputed for gradient checkpointing sees what it saw before. No state is kept between two calls.
 """
 
-from torch import LongTensor, Tensor, arange
+from torch import LongTensor, Tensor, arange, nn
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
@@ -16,8 +17,9 @@ from packhorse.models.segments import Segments, split_into_segments
 class InfiniPreTrainedMixin:
     """What loading and initialising must know about the gates. Only to be inherited from."""
 
+    # transformers 5.23 also keeps the dtype that a parameter was made with, but this list is what it promises to obey.
     _keep_in_fp32_modules_strict = ["self_attn.gate"]  # noqa: RUF012  (transformers reads a plain class attribute)
-    # Local attention is SDPA over folded segments; any other choice would be ignored, so it is refused.
+    # Local attention is always SDPA, over folded segments: transformers refuses what is named here.
     _supports_flash_attn = False
     _supports_flex_attn = False
     _supports_attention_backend = False
@@ -88,7 +90,17 @@ class InfiniModelMixin:
 
 
 class InfiniForCausalLMMixin:
-    """Generation for a model without a cache: every new token reads the whole text. Only to be inherited from."""
+    """Logits, and generation without a cache: every new token reads the whole text. Only to be inherited from."""
+
+    infini_model_class: type[InfiniModelMixin]
+
+    def __init__(self, config) -> None:
+        # Past the family's own constructor, which would build a plain model first and throw it away.
+        PreTrainedModel.__init__(self, config)
+        self.model = self.infini_model_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict, *args, **kwargs) -> None:
         # The only place where transformers decides between feeding one token and feeding the whole text.

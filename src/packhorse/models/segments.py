@@ -156,6 +156,8 @@ def split_into_segments(
     real_BT = attention_mask.cpu().bool() if is_masked else torch.ones(shape, dtype=torch.bool)
     position_BT = real_BT.cumsum(1) if position_ids is None else position_ids.cpu().expand(shape)
     token_L = real_BT.flatten().nonzero().squeeze(1)
+    if len(token_L) == 0:
+        raise ValueError(f"attention_mask hides every token of a batch of shape {tuple(shape)}; drop that batch.")
     document_L, offset_L, length_D = _documents(position_BT.flatten()[token_L], token_L // length)
     if not is_masked and len(length_D) == rows and (length <= segment_length or length % segment_length == 0):
         return split_into_segments(shape, segment_length)

@@ -1,1 +1,8 @@
 """The hall: the only room that knows the others, and Lightning."""
+
+from packhorse.training.checkpoints import RecoveryCheckpoint
+from packhorse.training.datamodule import RunPlan, TokenDataModule
+from packhorse.training.module import LanguageModule, ScheduleSettings
+from packhorse.training.monitors import RunReport
+
+__all__ = ["LanguageModule", "RecoveryCheckpoint", "RunPlan", "RunReport", "ScheduleSettings", "TokenDataModule"]

@@ -146,7 +146,7 @@ class TokenLoss(Metric):
 
     def update(self, nll_sum: Tensor | float, num_tokens: Tensor | int) -> None:
         """Add what `chunked_cross_entropy` returned."""
-        self.nll_sum += nll_sum.detach() if isinstance(nll_sum, Tensor) else nll_sum
+        self.nll_sum += nll_sum
         self.tokens += num_tokens
 
     def compute(self) -> Tensor:

@@ -1,7 +1,7 @@
 """Index -> index: a keyed pseudo-random bijection on [0, size), without a table.
 
 A Feistel network shuffles the next power of two; whoever lands outside `size` is sent through again until he is inside
-(cycle walking; at most two turns on average, more for sizes below 32), which keeps it a bijection on [0, size). In small, with size = 6:
+(cycle walking: at most two turns on average, more for sizes below 32), so that [0, size) is left to itself. In small:
 
     index       0  1  2  3  4  5
     network     3  6  0  7  5  1          6 -> 4 and 7 -> 2

@@ -1,0 +1,138 @@
+"""`packhorse cache <verb> --config ...`: the same YAML as `fit`, without a trainer, a model, or torch."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
+
+from packhorse.cache.cache import Cache, locate_cache
+from packhorse.cache.plan import Plan
+from packhorse.cache.reader import ChunkReader
+from packhorse.cache.recipe import make_recipe
+from packhorse.cache.record import chunk_path, committed_chunks, read_record
+from packhorse.cache.settings import DataSettings
+from packhorse.cache.tokenizers import resolve_tokenizer
+from packhorse.cache.update import update_cache
+from packhorse.errors import CacheError, CacheIncompleteError
+
+OTHER_GROUPS = ("trainer", "model", "checkpoint", "seed_everything", "ckpt_path", "weights_only", "verbose", "return_predictions")
+"""Groups of a configuration that are not ours; they are read over."""
+
+
+def run_cache_command(arguments: list[str]) -> int:
+    """Run a verb; the result is the exit status."""
+    parser, verbs = ArgumentParser(prog="packhorse cache", description=__doc__), {}
+    subcommands = parser.add_subcommands(dest="verb")
+    for name, (function, description) in VERBS.items():
+        verbs[name] = function
+        subcommands.add_subcommand(name, make_parser(description))
+    config = parser.parse_args(arguments)
+    options = config[config.verb]
+    return verbs[config.verb](read_settings(options), options.json)
+
+
+def make_parser(description: str) -> ArgumentParser:
+    """A parser for the `data:` group of a configuration."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(description=description)
+    parser.add_argument("-c", "--config", action=ActionConfigFile, help="A YAML file; several are merged.")
+    parser.add_argument("--json", action="store_true", help="Print the result as JSON.")
+    parser.add_class_arguments(DataSettings, "data")
+    for group in OTHER_GROUPS:
+        parser.add_argument(f"--{group}", type=Any, help="Of no concern here.")
+    return parser
+
+
+def read_settings(options: Namespace) -> DataSettings:
+    """The settings of the `data:` group; without a tokenizer, that of the model."""
+    values = dict(vars(options.data))
+    model = options.model if isinstance(options.model, dict) else {}
+    if values["tokenizer"] is None:
+        values["tokenizer"] = model.get("pretrained")
+    return DataSettings(**values)
+
+
+def build(settings: DataSettings, as_json: bool) -> int:
+    """Build the cache, or bring it up to date with its sources."""
+    cache = update_cache(settings.cache)
+    _tell(as_json, cache, [f"{cache.folder}", *cache.summary.lines()])
+    return 0
+
+
+def status(settings: DataSettings, as_json: bool) -> int:
+    """Tell what is planned and what is built."""
+    facts, _ = resolve_tokenizer(settings.cache, train=False)
+    folder, mismatch = locate_cache(settings.cache, make_recipe(settings.cache, facts))
+    if mismatch is not None:
+        raise mismatch
+    cache, plan = Cache(folder), Plan(folder)
+    committed = set(committed_chunks(folder))
+    missing = [chunk for chunk in range(plan.num_chunks) if chunk not in committed]
+    lines = [f"{folder}", *cache.summary.lines()]
+    if missing:
+        lines.append(f"{len(missing)} of {plan.num_chunks} planned chunks are missing: {_ranges(missing)}")
+    else:
+        lines.append(f"All {plan.num_chunks} planned chunks are there.")
+    _tell(as_json, cache, lines, planned=plan.num_chunks, missing=missing)
+    return 0
+
+
+def validate(settings: DataSettings, as_json: bool) -> int:
+    """Read every chunk and verify every hash. Changes nothing."""
+    facts, _ = resolve_tokenizer(settings.cache, train=False)
+    folder, mismatch = locate_cache(settings.cache, make_recipe(settings.cache, facts))
+    if mismatch is not None:
+        raise mismatch
+    cache = Cache(folder)
+    chunks = committed_chunks(folder)
+    damaged: dict[int, str] = {}
+    for chunk in chunks:
+        try:
+            record = read_record(folder, chunk)
+            path = chunk_path(folder, chunk, record.file_sha256)
+            reader = ChunkReader(path, chunk, cache.recipe.digest, bytes.fromhex(record.index_sha256))
+            if reader.content_digest() != record.payload_sha256:
+                raise CacheIncompleteError(f"{path} holds other tokens than its record says.")
+        except CacheError as error:
+            damaged[chunk] = str(error)
+    good = len(chunks) - len(damaged)
+    verdict = "all hashes verified" if not damaged else f"{len(damaged)} damaged"
+    lines = [f"{good}/{len(chunks)} chunks, {verdict}", *(f"chunk {c}: {text}" for c, text in damaged.items())]
+    _tell(as_json, cache, lines, damaged=damaged)
+    return 1 if damaged else 0
+
+
+VERBS = {
+    "build": (build, build.__doc__),
+    "status": (status, status.__doc__),
+    "validate": (validate, validate.__doc__),
+}
+
+
+def _tell(as_json: bool, cache: Cache, lines: list[str], **more: Any) -> None:
+    if not as_json:
+        print("\n".join(lines))
+        return
+    summary = cache.summary
+    value = {
+        "folder": str(cache.folder),
+        "recipe": asdict(cache.recipe),
+        "snapshot": cache.snapshot.digest,
+        **asdict(summary),
+        "utilisation": summary.utilisation,
+        "bytes_per_token": summary.bytes_per_token,
+        **more,
+    }
+    print(json.dumps(value, indent=2))
+
+
+def _ranges(numbers: list[int]) -> str:
+    """1, 2, 3, 7 -> "1-3, 7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -1,0 +1,85 @@
+"""Ranges of files -> the entries of a page: about equal amounts of text, cut where it is cheap to read."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from packhorse.cache.plan import Range
+from packhorse.corpus.documents import TextFile, file_version, find_cut, open_arrow, open_parquet
+
+
+def cut_ranges(ranges: list[Range], files: dict[int, TextFile], chunk_bytes: int) -> Iterator[list[Range]]:
+    """Cut ranges into entries of about equal text, near `chunk_bytes` each, at borders of row groups where it can."""
+    weights = [_weight(files[number], start, stop) for number, start, stop in ranges]
+    total = sum(weights)
+    target = total / max(1, round(total / chunk_bytes))
+    entry: list[Range] = []
+    room = target
+    for (number, start, stop), weight in zip(ranges, weights, strict=True):
+        while start < stop:
+            if weight <= room * 1.1:
+                cut, taken = stop, weight
+            else:
+                cut = _advance(files[number], start, stop, room, fresh=not entry)
+                taken = _weight(files[number], start, cut)
+            if cut > start:
+                entry.append((number, start, cut))
+                room, weight, start = room - taken, weight - taken, cut
+            if (room < 0.1 * target or cut < stop) and entry:
+                yield entry
+                entry, room = [], target
+    if entry:
+        yield entry
+
+
+def _advance(file: TextFile, start: int, stop: int, room: float, fresh: bool) -> int:
+    """Where a range is cut so that about `room` bytes lie before the cut; `start` if better nothing is taken."""
+    if not file.counts_rows:
+        return find_cut(file, start + max(1, int(room)), stop)
+    cut = start
+    for first, rows, size in _row_groups(file):
+        low, high = max(first, start), min(first + rows, stop)
+        if low >= high:
+            continue
+        weight = size * (high - low) / rows
+        if weight <= room * 1.2:
+            cut, room = high, room - weight
+        elif cut > start or not fresh:
+            return cut
+        else:
+            return low + max(1, min(high - low, round(room * rows / max(size, 1))))
+    return cut
+
+
+def _weight(file: TextFile, start: int, stop: int) -> float:
+    """Bytes of text in a range, as far as they are known without reading it."""
+    if not file.counts_rows:
+        return stop - start
+    return sum(
+        size * max(0, min(first + rows, stop) - max(first, start)) / rows for first, rows, size in _row_groups(file)
+    )
+
+
+def _row_groups(file: TextFile) -> list[tuple[int, int, int]]:
+    """(first row, rows, bytes of the column) of each row group that has rows."""
+    return _row_groups_of(file, file_version(file.path))
+
+
+@lru_cache(maxsize=8)
+def _row_groups_of(file: TextFile, version: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    if file.kind == "arrow":
+        column = open_arrow(file.path).column(file.column)
+        return [(0, len(column), column.nbytes)] if len(column) else []
+    groups = []
+    metadata = open_parquet(file.path).metadata
+    first = 0
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        size = sum(
+            column.total_uncompressed_size
+            for column in map(group.column, range(group.num_columns))
+            if column.path_in_schema.split(".")[0] == file.column
+        )
+        if group.num_rows:
+            groups.append((first, group.num_rows, size))
+        first += group.num_rows
+    return groups

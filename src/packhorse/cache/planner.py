@@ -1,0 +1,437 @@
+"""Sources -> more pages for the plan.
+
+Files are planned from what is cheap to know: the footers of parquet files, the bytes of text files. Entries get about
+the same amount of text, and end where row groups and documents end. Streams are spooled part by part, a part for a
+chunk, and their pages are published (and built) as they come.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from packhorse.cache import spool, store
+from packhorse.cache.cuts import cut_ranges
+from packhorse.cache.plan import Page, Plan, PlannedFile, Range
+from packhorse.corpus.documents import (
+    Skipped,
+    TextFile,
+    count_rows,
+    file_length,
+    find_cut,
+    find_row,
+    read_documents,
+)
+from packhorse.corpus.sources import Deferred, Document, Files, Source, SourceFile, Stream, check_column, probe_file
+from packhorse.errors import SourceChangedError, SourceError
+
+SAMPLE_BYTES = 256 * 1024
+"""Text that is tokenized to learn how many bytes a chunk needs."""
+STREAM_PARTS = 8
+"""Parts of a stream that are spooled before their page is published and built."""
+
+
+class Planner:
+    """Extends a plan by what the sources have and the plan does not.
+
+    Args:
+        plan: The plan to extend.
+        sources: What the settings name now.
+        count_tokens: Gives the number of tokens of some texts; called on a sample.
+        sequence_length: Tokens per sequence.
+        sequences_per_chunk: Sequences that a chunk is to have.
+        max_documents: Rows to take in all, None for all.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        sources: list[Source],
+        count_tokens: Callable[[list[str]], int],
+        *,
+        sequence_length: int,
+        sequences_per_chunk: int,
+        max_documents: int | None,
+    ) -> None:
+        self.plan, self.sources, self.count_tokens = plan, sources, count_tokens
+        self.chunk_tokens = sequence_length * sequences_per_chunk
+        self.max_documents = max_documents
+        self.places: dict[int, str] = {}
+        """File number -> where it is now."""
+        self._opened: dict[str, Files | Stream] = {}
+        self._streams = {source.key: source for source in sources if isinstance(source, Stream)}
+
+    def extend(self) -> Iterator[Page]:
+        """Publish page after page until the plan has everything, yielding each.
+
+        Raises:
+            SourceError: a source is not what it seems.
+            SourceChangedError: a source is no longer what was planned.
+        """
+        self._refuse_strangers()
+        finished = self.plan.finished
+        pending: list[Range] = []
+        new_files: list[PlannedFile] = []
+        done: dict[str, str] = {}
+        for source in self.sources:
+            if isinstance(source, Deferred):
+                if finished.get(source.key) == source.fingerprint:
+                    continue
+                done[source.key] = source.fingerprint
+                source = self._open(source)
+            if isinstance(source, Files):
+                pending += self._unplanned(source, new_files)
+                done.setdefault(source.key, "")
+            else:
+                # What a stream gives is planned after the files before it, and page by page.
+                yield from self._publish_files(pending, new_files, done)
+                pending, new_files, done = [], [], {}
+                yield from self._publish_stream(source)
+        yield from self._publish_files(pending, new_files, done)
+
+    def locate(self, number: int) -> TextFile:
+        """The file of that number, ready to be sought, as the plan recorded it.
+
+        Raises:
+            SourceChangedError: it is gone, or has other content.
+        """
+        planned = self.plan.files[number]
+        target = self._spool_path(planned)
+        if planned.packed == "stream":
+            if not target.exists():
+                self._spool_again(planned, target)
+            return TextFile(path=str(target), kind="parquet", column="document")
+        if planned.packed and target.exists():
+            return TextFile(path=str(target), kind=planned.kind, column=planned.column)
+        path = self.places.get(number, planned.path)
+        _check_unchanged(path, planned)
+        if planned.packed:
+            spool.unpack(path, planned.packed, target)
+            path = str(target)
+        return TextFile(path=path, kind=planned.kind, column=planned.column)
+
+    def remove_spool(self, number: int) -> None:
+        """Remove the spool of a file whose chunks are all committed."""
+        planned = self.plan.files[number]
+        if planned.packed:
+            store.remove(self._spool_path(planned))
+
+    def _open(self, source: Deferred) -> Files | Stream:
+        if source.key not in self._opened:
+            self._opened[source.key] = source.open()
+        return self._opened[source.key]
+
+    def _spool_path(self, planned: PlannedFile) -> Path:
+        suffix = "parquet" if planned.packed == "stream" else planned.kind
+        return self.plan.folder / "spool" / f"{planned.probe}.{suffix}"
+
+    def _refuse_strangers(self) -> None:
+        """A cache whose sources have nothing in common with what is asked for is somebody else's."""
+        planned = self.plan.files
+        if not planned:
+            return
+        keys = {file.source for file in planned}
+        probes = {file.probe for file in planned}
+        paths = {file.path for file in planned if file.path}
+        for source in self.sources:
+            files = source.files if isinstance(source, Files) else []
+            if source.key in keys or any(f.probe in probes or f.file.path in paths for f in files):
+                return
+        raise SourceError(
+            f"The cache {self.plan.folder} was built from {', '.join(sorted(keys))}; "
+            f"the settings name only {', '.join(source.key for source in self.sources)}.\n"
+            "Set `name` to give the other text a cache of its own, or list both sources to make one of them."
+        )
+
+    def _unplanned(self, source: Files, new_files: list[PlannedFile]) -> list[Range]:
+        """Ranges of a source's files that are not in the plan; files that are new are appended to `new_files`."""
+        planned = self.plan.files
+        numbers: dict[tuple[int, str], list[int]] = {}
+        for number, file in enumerate(planned):
+            numbers.setdefault((file.size, file.probe), []).append(number)
+        stops = Counter()
+        for page in self.plan.pages:
+            for entry in page.entries:
+                for number, _, stop in entry:
+                    stops[number] = max(stops[number], stop)
+        ranges: list[Range] = []
+        for file in source.files:
+            known = numbers.get((file.size, file.probe))
+            if known:
+                number = known.pop(0)
+                self.places[number] = file.file.path
+                start = stops[number]
+                if not file.packed and not file.file.counts_rows and start == file.size:
+                    continue  # without opening it
+                if source.key in self.plan.finished and start:
+                    continue
+            else:
+                start = self._appended(file)
+                number = len(planned) + len(new_files)
+                new_files.append(
+                    PlannedFile(
+                        source=source.key,
+                        path=file.file.path,
+                        kind=file.file.kind,
+                        column=file.file.column,
+                        packed=file.packed,
+                        size=file.size,
+                        probe=file.probe,
+                    )
+                )
+                self.places[number] = file.file.path
+            readable = self._readable(file)
+            if not known:
+                check_column(readable)
+            length = file_length(readable)
+            if start < length:
+                ranges.append((number, start, length))
+        return ranges
+
+    def _appended(self, file: SourceFile) -> int:
+        """Where to begin in a file that is new: at 0, or behind what was planned when it was shorter."""
+        before = [f for f in self.plan.files if f.path == file.file.path]
+        if not before:
+            return 0
+        old = before[-1]
+        can_be_continued = not file.packed and not file.file.counts_rows and file.file.kind != "document"
+        if can_be_continued and file.size > old.size and probe_file(file.file.path, old.size)[1] == old.probe:
+            with open(file.file.path, "rb") as stream:
+                stream.seek(max(old.size - 1, 0))
+                if old.size == 0 or stream.read(1) == b"\n":
+                    return old.size
+        raise SourceChangedError(
+            f"The source file {old.path} has changed since the cache {self.plan.folder} was built from it "
+            f"({old.size:,} bytes then, {file.size:,} now).\n"
+            "Put new text into new files or at the end of a text file, or set `name` to build another cache."
+        )
+
+    def _readable(self, file: SourceFile) -> TextFile:
+        if not file.packed:
+            return file.file
+        target = self.plan.folder / "spool" / f"{file.probe}.{file.file.kind}"
+        spool.unpack(file.file.path, file.packed, target)
+        return TextFile(path=str(target), kind=file.file.kind, column=file.file.column)
+
+    def _publish_files(self, ranges: list[Range], new_files: list[PlannedFile], done: dict[str, str]) -> Iterator[Page]:
+        files = {number: self._locate_any(number, new_files) for number, _, _ in ranges}
+        rows = None
+        complete = True
+        if self.max_documents is not None:
+            ranges, rows, complete = self._limit(ranges, files)
+        finished = done if complete else {}
+        if not ranges and not any(self.plan.finished.get(k) != v for k, v in finished.items()):
+            return
+        rate = self._tokens_per_byte(ranges, files)
+        chunk_bytes = max(1, round(self.chunk_tokens / rate))
+        entries = list(cut_ranges(ranges, files, chunk_bytes))
+        # Files beyond `max_documents` do not enter the plan yet; those before are a prefix.
+        last = max((number for entry in entries for number, _, _ in entry), default=-1)
+        kept = new_files if complete else new_files[: max(0, last + 1 - len(self.plan.files))]
+        yield self._publish(kept, entries, chunk_bytes, rate, rows, finished)
+
+    def _locate_any(self, number: int, new_files: list[PlannedFile]) -> TextFile:
+        known = len(self.plan.files)
+        if number < known:
+            return self.locate(number)
+        file = new_files[number - known]
+        path = str(self._spool_path(file)) if file.packed else file.path
+        return TextFile(path=path, kind=file.kind, column=file.column)
+
+    def _limit(self, ranges: list[Range], files: dict[int, TextFile]) -> tuple[list[Range], int, bool]:
+        """Cut the ranges where `max_documents` rows are reached."""
+        assert self.max_documents is not None
+        left = self.max_documents - self._planned_rows()
+        kept: list[Range] = []
+        rows = 0
+        for number, start, stop in ranges:
+            if left <= 0:
+                return kept, rows, False
+            cut = find_row(files[number], start, stop, left)
+            count = count_rows(files[number], start, cut)
+            kept.append((number, start, cut))
+            rows, left = rows + count, left - count
+            if cut < stop:
+                return kept, rows, False
+        return kept, rows, True
+
+    def _planned_rows(self) -> int:
+        total = 0
+        for page in self.plan.pages:
+            if page.rows is not None:
+                total += page.rows
+            else:
+                total += sum(count_rows(self.locate(n), a, b) for entry in page.entries for n, a, b in entry)
+        return total
+
+    def _publish_stream(self, source: Stream) -> Iterator[Page]:
+        known = [file for file in self.plan.files if file.source == source.key]
+        consumed = known[-1].stop if known else 0
+        recorded = self.plan.finished.get(source.key)
+        if recorded and recorded == source.fingerprint:
+            return
+        left = None if self.max_documents is None else self.max_documents - self._planned_rows()
+        if left is not None and left <= 0:
+            return
+        if source.fingerprint is None or (recorded and recorded != source.fingerprint):
+            # Nothing vouches for the stream but its content.
+            documents = source.read(0)
+            for part in known:
+                self._check_part(part, _take(documents, part.stop - part.start))
+        else:
+            documents = source.read(consumed)
+        limited = documents if left is None else _limited(documents, left)
+        head = _take_bytes(limited, SAMPLE_BYTES)
+        if not head:
+            if recorded is None and known:
+                yield self._publish([], [], 1, 1.0, 0, {source.key: source.fingerprint or ""})
+            return
+        rate = self._stream_rate(head)
+        chunk_bytes = max(1, round(self.chunk_tokens / rate))
+        parts = spool.cut_stream(_chain(head, limited), chunk_bytes)
+        files: list[PlannedFile] = []
+        while True:
+            part = next(parts, None)
+            if part is not None:
+                file = PlannedFile(
+                    source=source.key,
+                    path="",
+                    kind="parquet",
+                    column="document",
+                    packed="stream",
+                    size=len(part),
+                    probe=spool.digest_documents(part),
+                    start=consumed,
+                    stop=consumed + len(part),
+                )
+                spool.write_documents(part, self._spool_path(file))
+                files.append(file)
+                consumed += len(part)
+            if files and (part is None or len(files) == STREAM_PARTS):
+                first = len(self.plan.files)
+                entries = [[(first + i, 0, f.size)] for i, f in enumerate(files)]
+                complete = part is None and (left is None or next(documents, _END) is _END)
+                finished = {source.key: source.fingerprint or ""} if complete else {}
+                yield self._publish(files, entries, chunk_bytes, rate, sum(f.size for f in files), finished)
+                files = []
+            if part is None:
+                return
+
+    def _spool_again(self, planned: PlannedFile, target: Path) -> None:
+        deferred = next((s for s in self.sources if isinstance(s, Deferred) and s.key == planned.source), None)
+        source = self._open(deferred) if deferred else self._streams.get(planned.source)
+        if not isinstance(source, Stream):
+            raise SourceChangedError(
+                f"Documents {planned.start:,} to {planned.stop:,} of the source {planned.source} are needed again to "
+                f"build a chunk of {self.plan.folder}, but the settings no longer name that source.\nName it again."
+            )
+        documents = _take(source.read(planned.start), planned.stop - planned.start)
+        self._check_part(planned, documents)
+        spool.write_documents(documents, target)
+
+    def _check_part(self, part: PlannedFile, documents: list[Document]) -> None:
+        if spool.digest_documents(documents) != part.probe:
+            raise SourceChangedError(
+                f"Documents {part.start:,} to {part.stop:,} of the source {part.source} are not what they were when "
+                f"the cache {self.plan.folder} was built.\n"
+                "A source may only grow at its end. Set `name` to build another cache of what it is now."
+            )
+
+    def _publish(
+        self,
+        files: list[PlannedFile],
+        entries: list[list[Range]],
+        chunk_bytes: int,
+        rate: float,
+        rows: int | None,
+        finished: dict[str, str],
+    ) -> Page:
+        number = len(self.plan.pages)
+        page = Page(
+            page=number,
+            first_chunk=self.plan.num_chunks,
+            first_file=len(self.plan.files),
+            files=files,
+            entries=entries,
+            chunk_bytes=chunk_bytes,
+            tokens_per_byte=round(rate, 6),
+            rows=rows,
+            finished=finished,
+        )
+        self.plan.publish(page)
+        return self.plan.pages[number]
+
+    def _tokens_per_byte(self, ranges: list[Range], files: dict[int, TextFile]) -> float:
+        """From texts at up to four places."""
+        chosen = [ranges[len(ranges) * i // 4] for i in range(4)] if ranges else []
+        texts: list[str] = []
+        ids = size = 0
+        for (number, start, stop), quarter in zip(chosen, range(4), strict=False):
+            file = files[number]
+            # One range is looked at in four places, several ranges at their beginnings.
+            place = start + (stop - start) * quarter // 4 if len(ranges) < 4 else start
+            if not file.counts_rows and place > start:
+                place = find_cut(file, place, stop)
+            for batch in read_documents(file, place, stop, Skipped(), SAMPLE_BYTES // 4):
+                texts += batch.texts or []
+                ids += sum(map(len, batch.ids or []))
+                size += 4 * sum(map(len, batch.ids or []))
+                break
+        size += sum(len(text.encode()) for text in texts)
+        return max((ids + (self.count_tokens(texts) if texts else 0)) / max(size, 1), 0.01)
+
+    def _stream_rate(self, head: list[Document]) -> float:
+        texts = [d for d in head if (isinstance(d, str) and d.isascii()) or (isinstance(d, str) and _encodes(d))]
+        ids = sum(len(d) for d in head if d is not None and not isinstance(d, str))
+        size = sum(len(t.encode()) for t in texts) + 4 * ids
+        return max((ids + (self.count_tokens(texts) if texts else 0)) / max(size, 1), 0.01)
+
+
+_END = object()
+
+
+def _check_unchanged(path: str, planned: PlannedFile) -> None:
+    try:
+        found = probe_file(path, None if planned.kind in ("parquet", "arrow") or planned.packed else planned.size)
+        size = Path(path).stat().st_size
+    except OSError:
+        raise SourceChangedError(
+            f"The source file {path} is gone, and the cache still needs it.\nPut it back, or name its new place."
+        ) from None
+    if found[1] != planned.probe or size < planned.size:
+        raise SourceChangedError(
+            f"The source file {path} has changed since it was planned ({planned.size:,} bytes then, {size:,} now).\n"
+            "Put the old one back, or set `name` to build another cache."
+        )
+
+
+def _take(documents: Iterator[Document], count: int) -> list[Document]:
+    # The range comes first: `zip` must not take a document too many.
+    return [document for _, document in zip(range(count), documents, strict=False)]
+
+
+def _take_bytes(documents: Iterator[Document], size: int) -> list[Document]:
+    taken: list[Document] = []
+    while size > 0 and (document := next(documents, _END)) is not _END:
+        taken.append(document)
+        size -= 1 if document is None else len(document)
+    return taken
+
+
+def _limited(documents: Iterator[Document], count: int) -> Iterator[Document]:
+    for _ in range(count):
+        if (document := next(documents, _END)) is _END:
+            return
+        yield document
+
+
+def _chain(head: list[Document], rest: Iterator[Document]) -> Iterator[Document]:
+    yield from head
+    yield from rest
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

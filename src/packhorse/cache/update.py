@@ -1,0 +1,275 @@
+"""Settings -> a cache that is up to date.
+
+`update_cache` finds what is missing between the plan and the records, and builds it. Doing that again when nothing is
+missing takes milliseconds, so building, going on after a kill, and growing are all the same call.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from packhorse.cache import store
+from packhorse.cache.build import Job
+from packhorse.cache.cache import Cache, locate_cache, summarise
+from packhorse.cache.plan import Plan
+from packhorse.cache.planner import Planner
+from packhorse.cache.progress import BuildProgress, say
+from packhorse.cache.recipe import Recipe, create, make_recipe, read_identity, tokenizer_json
+from packhorse.cache.record import Record, chunk_path, committed_chunks, read_record, record_path
+from packhorse.cache.settings import CacheSettings
+from packhorse.cache.snapshot import Index, Snapshot
+from packhorse.cache.tokenizers import resolve_tokenizer
+from packhorse.cache.workers import run_jobs, usable_cores
+from packhorse.corpus.engines import choose_engine, make_engine
+from packhorse.corpus.sources import Source, open_sources
+from packhorse.corpus.tokenizer import locate_tokenizer, read_tokenizer
+from packhorse.errors import CacheCorruptionError, CacheError, EngineMismatch, SourceError
+
+
+def build_cache(source: Any, *, tokenizer: str | None = None, **settings: Any) -> Cache:
+    """Build a cache, or bring it up to date, and open it.
+
+    Args:
+        source: Files, a data set, or any iterable of texts: see `corpus.sources.open_sources`.
+        tokenizer: A hub name, a folder, or a tokenizer.json.
+        **settings: The other fields of `CacheSettings`: `sequence_length`, `cache_dir`, ...
+    """
+    return update_cache(CacheSettings(source=source, tokenizer=tokenizer, **settings))
+
+
+def open_cache(settings: CacheSettings | Path | str) -> Cache:
+    """Open the cache that the settings describe (or the one in a folder), without building anything.
+
+    Raises:
+        CacheIncompleteError: it does not exist yet.
+        RecipeMismatch: the folder holds a cache of another recipe.
+    """
+    if not isinstance(settings, CacheSettings):
+        return Cache(settings)
+    facts, _ = resolve_tokenizer(settings, train=False)
+    folder, mismatch = locate_cache(settings, make_recipe(settings, facts))
+    if mismatch is not None:
+        raise mismatch
+    return Cache(folder)
+
+
+def update_cache(settings: CacheSettings, quiet: bool = False) -> Cache:
+    """Bring the cache up to date with its sources, and open it. Safe to kill, to repeat, and to run beside others.
+
+    Args:
+        settings: What the cache holds, and where it lies.
+        quiet: Say nothing.
+
+    Raises:
+        PackhorseError: see `errors.py`; what was committed before stays.
+    """
+    tell = (lambda text: None) if quiet else say
+    sources = open_sources(settings.source, text_column=settings.text_column, sample_by=settings.sample_by)
+    facts, content = resolve_tokenizer(settings, sources=sources, tell=tell)
+    recipe = make_recipe(settings, facts)
+    folder, mismatch = locate_cache(settings, recipe)
+    if mismatch is not None:
+        if settings.on_mismatch == "error":
+            raise mismatch
+        old = _free_name(folder)
+        folder.rename(old)
+        tell(f"The cache in {folder} was of another recipe; it is now {old}.")
+    if not (folder / "recipe.json").exists():
+        content = content or read_tokenizer(locate_tokenizer(str(settings.tokenizer)))
+        create(folder, recipe, content, str(settings.tokenizer))
+    _Update(settings, recipe, folder, sources, tell).run()
+    cache = Cache(folder)
+    if not cache.num_sequences("train"):
+        raise SourceError(
+            f"The sources have no text for training: {cache.summary.documents:,} documents, "
+            f"{cache.summary.rows_null + cache.summary.rows_empty + cache.summary.rows_invalid:,} rows left out.\n"
+            "Check `source` and `text_column`, and that `eval_share` leaves something."
+        )
+    return cache
+
+
+class _Update:
+    """One run of `update_cache`."""
+
+    def __init__(self, settings: CacheSettings, recipe: Recipe, folder: Path, sources: list[Source], tell) -> None:
+        self.settings, self.recipe, self.folder, self.tell = settings, recipe, folder, tell
+        self.plan, self.index = Plan(folder), Index(folder)
+        self.planner = Planner(
+            self.plan,
+            sources,
+            self._count_tokens,
+            sequence_length=recipe.sequence_length,
+            sequences_per_chunk=settings.sequences_per_chunk,
+            max_documents=settings.max_documents,
+        )
+        self.engine: str | None = None
+        self.progress = BuildProgress()
+        self._counter = None
+        self._waiting: dict[int, int] = {}  # file number -> chunks that still need it
+
+    def run(self) -> None:
+        """Build what is missing."""
+        if self._is_suspect_index():
+            self.index.forget()
+        while True:
+            try:
+                built = self._build()
+                break
+            except EngineMismatch as error:
+                self._suspect(error)
+        self.index.extend(self.plan.num_chunks, self._trusted)
+        if built:
+            self.tell(f"{built}/{built} chunks built in {self.progress.seconds:.1f} s: {self.progress}")
+        if self.index.num_chunks < self.plan.num_chunks:
+            raise CacheError(f"Chunk {self.index.num_chunks} of {self.folder} was not built. Run the command again.")
+        _write_metadata(self.folder, self.recipe, self.index.num_chunks)
+
+    def _build(self) -> int:
+        jobs = self._jobs()
+        first = list(itertools.islice(jobs, 2))
+        if not first:
+            return 0
+        workers = self.settings.workers
+        if workers == "auto":
+            # A single chunk is built faster here than a process starts.
+            workers = len(usable_cores()) if len(first) > 1 else 0
+        built = 0
+
+        def on_record(record: Record) -> None:
+            nonlocal built
+            built += 1
+            self.progress.committed()
+            self._release(record)
+
+        with self.progress.shown():
+            run_jobs(
+                itertools.chain(first, jobs),
+                workers,
+                self.folder,
+                self._engine([]),
+                self.settings.compression,
+                self.progress.add if self.tell is say else lambda *_: None,
+                on_record,
+            )
+        return built
+
+    def _jobs(self) -> Iterator[Job]:
+        """The chunks that are missing, planned ones first."""
+        committed = set(committed_chunks(self.folder, self.index.num_chunks))
+        missing = [c for c in range(self.index.num_chunks, self.plan.num_chunks) if c not in committed]
+        missing += [c for c in sorted(committed) if not self._trusted_chunk(c)]
+        if missing and self.plan.num_chunks > len(missing):
+            done = self.plan.num_chunks - len(missing)
+            self.tell(f"Going on in {self.folder}: {done} of {self.plan.num_chunks} chunks are there.")
+        elif missing:
+            self.tell(f"Going on in {self.folder}.")
+        yield from self._jobs_for(sorted(missing))
+        for page in self.planner.extend():
+            if page.entries:
+                verb = "Building" if page.page == 0 else "Extending"
+                self.tell(f"{verb} the cache {self.folder}: {len(page.entries)} chunks.")
+            yield from self._jobs_for(range(page.first_chunk, page.first_chunk + len(page.entries)))
+
+    def _jobs_for(self, chunks) -> Iterator[Job]:
+        entries = {chunk: self.plan.entry(chunk) for chunk in chunks}
+        for chunk, entry in entries.items():
+            page = next(p for p in reversed(self.plan.pages) if p.first_chunk <= chunk)
+            self.progress.planned(1, page.chunk_bytes)
+            for number in {number for number, _, _ in entry}:
+                self._waiting[number] = self._waiting.get(number, 0) + 1
+        for chunk, entry in entries.items():
+            files = {number: self.planner.locate(number) for number, _, _ in entry}
+            yield Job(chunk=chunk, ranges=entry, files=files)
+
+    def _release(self, record: Record) -> None:
+        """Remove the spools that no chunk waits for."""
+        for number in {number for number, _, _ in record.ranges}:
+            self._waiting[number] -= 1
+            if self._waiting[number] == 0:
+                self.planner.remove_spool(number)
+
+    def _engine(self, texts: list[str]) -> str:
+        """The engine, chosen when the first texts are there."""
+        if self.engine is None:
+            text = tokenizer_json(self.folder, read_identity(self.folder))
+            if not text:
+                self.engine = "slow"
+                self.tell("The tokenizer exists in Python only: it is slow. A tokenizer.json would be much faster.")
+            else:
+                wanted = "hf" if self._suspects() and self.settings.engine == "auto" else self.settings.engine
+                self.engine, message = choose_engine(wanted, text, self.recipe.split_special_tokens, texts)
+                if message:
+                    self.tell(message)
+        return self.engine
+
+    def _count_tokens(self, texts: list[str]) -> int:
+        if self._counter is None:
+            engine = self._engine(texts[:200])
+            text = tokenizer_json(self.folder, read_identity(self.folder))
+            tokenizer = str(self.folder / "tokenizer")
+            self._counter = make_engine(engine, text, self.recipe.split_special_tokens, tokenizer)
+        extra = (self.recipe.bos_id is not None) + (self.recipe.eos_id is not None)
+        return len(self._counter.encode(texts)[0]) + extra * len(texts)
+
+    def _suspects(self) -> set[str]:
+        root = self.folder / "suspects"
+        return {store.read_sealed(path)["engine"] for path in root.glob("*.json")} if root.is_dir() else set()
+
+    def _trusted(self, record: Record) -> bool:
+        if record.recipe != self.recipe.digest:
+            raise CacheCorruptionError(f"The record of chunk {record.chunk} in {self.folder} is of another recipe.")
+        return record.engine not in self._suspects()
+
+    def _trusted_chunk(self, chunk: int) -> bool:
+        if not self._suspects() or self._trusted(record := read_record(self.folder, chunk)):
+            return True
+        # It must not be found again: chunk and record leave together, the record first.
+        store.quarantine(record_path(self.folder, chunk), self.folder)
+        store.quarantine(chunk_path(self.folder, chunk, record.file_sha256), self.folder)
+        return False
+
+    def _is_suspect_index(self) -> bool:
+        """Whether chunks of a suspect engine are in the index: it must be derived anew."""
+        return bool(self._suspects()) and any(
+            not self._trusted(read_record(self.folder, chunk)) for chunk in range(self.index.num_chunks)
+        )
+
+    def _suspect(self, error: EngineMismatch) -> None:
+        """Put every chunk of an engine that was wrong out of use, before anything else is done."""
+        store.make_folder(self.folder / "suspects")
+        name = re.sub(r"[^A-Za-z0-9.]+", "-", error.engine)
+        value = {"engine": error.engine, "text": error.text.encode("utf-8", "surrogatepass").hex()}
+        store.publish(self.folder / "suspects" / f"{name}.json", store.seal(value))
+        self.engine, self._counter = "hf", None
+        if self._is_suspect_index():
+            self.index.forget()
+        self.progress = BuildProgress()
+        self._waiting.clear()
+        self.tell(
+            f"{error}\nThe document is kept in {self.folder / 'suspects'}. All chunks of that engine are built again "
+            "with the Hugging Face reference."
+        )
+
+
+def _write_metadata(folder: Path, recipe: Recipe, num_chunks: int) -> None:
+    """A page for people, derived from the records: nothing is ever read from it."""
+    summary = summarise(folder, num_chunks, recipe.sequence_length)
+    value = {
+        "version": recipe.format,
+        "recipe": asdict(recipe),
+        "snapshot": Snapshot(Index(folder)).digest,
+        "summary": asdict(summary),
+        "utilisation": round(summary.utilisation, 6),
+        "bytes_per_token": round(summary.bytes_per_token, 4),
+    }
+    store.replace(folder / "metadata.json", json.dumps(value, indent=2).encode() + b"\n")
+
+
+def _free_name(folder: Path) -> Path:
+    return next(
+        path for number in itertools.count(1) if not (path := folder.with_name(f"{folder.name}.old-{number}")).exists()
+    )

@@ -1,0 +1,63 @@
+"""The one entry: what is typed after `python main.py`.
+
+`cache ...` is dispatched before anything heavy is imported; the rest is a LightningCLI. Both read the same YAML. Errors
+that are meant for the user are printed without a traceback, and end with exit status 2.
+"""
+
+import os
+import sys
+
+HELP = """Packhorse: raw text to a trained long-context language model in one command.
+
+    python main.py fit      --config configs/quickstart.yaml     build the cache (if needed) and train
+    python main.py validate --config ... --ckpt_path ...         loss and perplexity on the validation set
+    python main.py test     --config ... --ckpt_path ...         the same on all evaluation text
+    python main.py predict  --config ... --ckpt_path ...         continue the prompts of the configuration
+    python main.py preview  --config ...                         what would happen; writes nothing
+    python main.py cache build    --config ...                   build the cache, or bring it up to date
+    python main.py cache status   --config ...                   what is built, and what is missing
+    python main.py cache validate --config ...                   read everything and verify every hash
+
+Any value of a configuration can be set on the command line: --data.source my.parquet --trainer.max_steps 100
+More about one of them: python main.py fit --help
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: What follows the program's name; by default from the command line.
+
+    Returns:
+        The exit status: 0 when all went well, 1 when `cache validate` found damage, 2 for errors of use, 130 after
+        Ctrl-C.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    from packhorse.errors import PackhorseError
+
+    try:
+        if not arguments or arguments[0] in ("-h", "--help", "help"):
+            print(HELP)
+            return 0
+        if arguments[0] == "cache":
+            from packhorse.cache.commands import run_cache_command
+
+            return run_cache_command(arguments[1:])
+        from packhorse.training.cli import run_training_command
+
+        return run_training_command(arguments)
+    except PackhorseError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("Stopped. What was committed is safe; the same command goes on from there.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away, as `head` does.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

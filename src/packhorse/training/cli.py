@@ -1,0 +1,90 @@
+"""`fit`, `validate`, `test`, `predict` by LightningCLI, and `preview`."""
+
+import os
+import sys
+import warnings
+from typing import Any
+
+from jsonargparse import set_parsing_settings
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+
+from packhorse.training.checkpoints import RecoveryCheckpoint
+from packhorse.training.datamodule import TokenDataModule
+from packhorse.training.module import LanguageModule
+from packhorse.training.monitors import RunReport
+
+
+class PackhorseCLI(LightningCLI):
+    """LightningCLI with our defaults."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """A group `checkpoint:` for the checkpoints from which a run goes on."""
+        parser.add_lightning_class_args(RecoveryCheckpoint, "checkpoint")
+        parser.set_defaults(
+            {
+                "checkpoint.filename": "step={step:08d}",
+                "checkpoint.auto_insert_metric_name": False,
+                "checkpoint.every_n_train_steps": 500,
+                "checkpoint.save_last": "link",
+                "checkpoint.save_top_k": 1,
+            }
+        )
+
+    def before_instantiate_classes(self) -> None:
+        """Without a tokenizer, take that of the model."""
+        config = self.config[self.subcommand] if self.subcommand else self.config
+        if config.data.tokenizer is None:
+            config.data.tokenizer = config.model.pretrained
+
+    def _parse_ckpt_path(self) -> None:
+        # LightningCLI would let the checkpoint's hyper-parameters win over the command line, without a word.
+        return
+
+
+class SaveRunConfig(SaveConfigCallback):
+    """Saves the configuration of training runs, beside their logs."""
+
+    def setup(self, trainer, pl_module, stage: str) -> None:
+        """Save it when a run begins; other commands leave it alone."""
+        if stage == "fit":
+            super().setup(trainer, pl_module, stage)
+
+
+def run_training_command(arguments: list[str]) -> int:
+    """Run a command that needs Lightning; the result is the exit status."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    # Our loaders read a batch faster than a worker process could hand it over.
+    for message in (".*does not have many workers.*", ".*overridden `on_before_batch_transfer`.*", ".*treespec, LeafSpec.*"):
+        warnings.filterwarnings("ignore", message=message)
+    if arguments[0] == "preview":
+        from packhorse.training.preview import preview
+
+        return preview(make_cli(arguments[1:], run=False))
+    cli = make_cli(arguments, run=True)
+    if cli.subcommand == "predict":
+        for text in cli.predictions:
+            print(text)
+    return 0
+
+
+def make_cli(arguments: list[str], run: bool) -> Any:
+    """Parse a command line; with `run`, do what it says."""
+    return PackhorseCLI(
+        LanguageModule,
+        TokenDataModule,
+        # Ranks that Lightning starts read their own command line.
+        args=None if arguments == sys.argv[1:] else arguments,
+        run=run,
+        auto_configure_optimizers=False,
+        save_config_callback=SaveRunConfig if run else None,
+        save_config_kwargs={"overwrite": True},
+        seed_everything_default=0,
+        trainer_defaults={
+            "max_epochs": 1,
+            "gradient_clip_val": 1.0,
+            "use_distributed_sampler": False,
+            "enable_progress_bar": sys.stderr.isatty(),
+            "callbacks": [RunReport()],
+        },
+    )

@@ -1,0 +1,275 @@
+"""Batches -> loss: the LightningModule around a language model with Infini-attention.
+
+The model is made in `configure_model`, when the cache is open and its vocabulary is known. The loss never holds the
+logits of a batch, so vocabularies of 150,000 entries cost little memory. Gates are a parameter group of their own.
+"""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning import LightningModule
+from lightning.pytorch.cli import OptimizerCallable
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from packhorse.errors import TokenizerError
+from packhorse.models import (
+    InfiniAttentionConfig,
+    InfiniLlamaConfig,
+    InfiniLlamaForCausalLM,
+    gate_parameters,
+    split_into_segments,
+)
+from packhorse.training.loss import TokenLoss, chunked_cross_entropy
+from packhorse.training.schedule import Schedule, warmup_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSettings:
+    """How the learning rate goes over the run."""
+
+    shape: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """After warm-up; `wsd` stays at the peak and falls at the end."""
+    warmup_ratio: float = 0.025
+    """Warm-up as a share of the run's steps."""
+    warmup_steps: int | None = None
+    """Warm-up in steps, instead of the share."""
+    min_ratio: float = 0.1
+    """Learning rate at the end, as a share of the peak."""
+    decay_share: float = 0.2
+    """wsd only: the share of the run in which the learning rate falls."""
+
+    def make(self, total: int) -> Schedule:
+        """The schedule of a run of `total` steps."""
+        warm = warmup_steps(self.warmup_ratio, total) if self.warmup_steps is None else self.warmup_steps
+        return Schedule(
+            totals=((0, total),),
+            warmup_steps=warm,
+            shape=self.shape,
+            min_ratio=self.min_ratio,
+            decay_share=self.decay_share,
+        )
+
+
+class AdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` with the defaults of language models."""
+
+    def __init__(self, params, lr: float = 3e-4, betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.1):
+        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+class LanguageModule(LightningModule):
+    """Trains a Llama with Infini-attention on packed sequences.
+
+    Args:
+        config: Fields of transformers' `LlamaConfig` for a new model: hidden_size, num_hidden_layers, ... `vocab_size`
+            follows the tokenizer unless it is given here.
+        pretrained: A Llama checkpoint to continue from, a folder or a hub name, instead of `config`.
+        infini_attention: How attention splits a document into segments and what it remembers.
+        optimizer: Any torch optimizer by class path; weight decay applies to matrices only.
+        schedule: How the learning rate goes over the run.
+        balance_factor_lr: Peak learning rate of the gates, which have to travel far.
+        balance_factor_weight_decay: Weight decay of the gates; it pulls them to one half, so 0.
+        gradient_checkpointing: Compute activations twice instead of keeping them.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any] | None = None,
+        pretrained: str | None = None,
+        infini_attention: InfiniAttentionConfig = InfiniAttentionConfig(),  # noqa: B008 (it is frozen)
+        optimizer: OptimizerCallable = AdamW,
+        schedule: ScheduleSettings = ScheduleSettings(),  # noqa: B008
+        balance_factor_lr: float = 1e-2,
+        balance_factor_weight_decay: float = 0.0,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        if config and pretrained:
+            raise ValueError("Give either `config`, for a new model, or `pretrained`, to continue from one.")
+        _check_config(config or {})
+        self.model_config, self.pretrained = dict(config or {}), pretrained
+        self.infini_attention, self.schedule_settings = infini_attention, schedule
+        self.optimizer_callable = optimizer
+        self.balance_factor_lr = balance_factor_lr
+        self.balance_factor_weight_decay = balance_factor_weight_decay
+        self.gradient_checkpointing = gradient_checkpointing
+        self.model: InfiniLlamaForCausalLM | None = None
+        self.schedule: Schedule | None = None
+        self.eval_loss = TokenLoss()
+        self._restored_config: dict[str, Any] | None = None
+
+    @property
+    def declared_vocab_size(self) -> int | None:
+        """The model's vocabulary, if it is fixed before the tokenizer is known."""
+        if self.pretrained is not None:
+            return _plain_config(self.pretrained).vocab_size
+        return self.model_config.get("vocab_size")
+
+    def make_config(self, vocab_size: int, special_ids: dict[str, int | None] | None = None) -> InfiniLlamaConfig:
+        """The configuration of the model for a vocabulary.
+
+        Args:
+            vocab_size: Of the tokenizer.
+            special_ids: bos_token_id, eos_token_id and pad_token_id for a new model.
+        """
+        if self.pretrained is not None:
+            return InfiniLlamaConfig.from_base(_plain_config(self.pretrained), self.infini_attention)
+        values = {"vocab_size": vocab_size, "use_cache": False, **(special_ids or {}), **self.model_config}
+        return InfiniLlamaConfig(**values, infini_attention=self.infini_attention)
+
+    def configure_model(self) -> None:
+        """Make the model, once."""
+        if self.model is not None:
+            return
+        if self._restored_config is not None:
+            self.model = InfiniLlamaForCausalLM(InfiniLlamaConfig(**self._restored_config))
+        else:
+            recipe = self.trainer.datamodule.cache.recipe
+            ids = {"bos_token_id": recipe.bos_id, "eos_token_id": recipe.eos_id, "pad_token_id": recipe.pad_id}
+            config = self.make_config(recipe.vocab_size, ids)
+            if config.vocab_size < recipe.vocab_size:
+                raise TokenizerError(
+                    f"The cache has ids up to {recipe.vocab_size - 1:,}, but the model's vocabulary has "
+                    f"{config.vocab_size:,} entries.\nLeave `vocab_size` out: it follows the tokenizer."
+                )
+            if self.pretrained is None:
+                self.model = InfiniLlamaForCausalLM(config)
+            else:
+                self.model = InfiniLlamaForCausalLM.from_pretrained(
+                    self.pretrained, config=config, dtype=torch.float32
+                )
+        self.model.train()
+        if self.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """Matrices with weight decay, vectors without, gates with a learning rate of their own."""
+        assert self.model is not None
+        gates = gate_parameters(self.model)
+        own = {id(gate) for gate in gates}
+        others = [p for p in self.model.parameters() if p.requires_grad and id(p) not in own]
+        groups = [
+            {"params": [p for p in others if p.ndim >= 2], "name": "matrices"},
+            {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0, "name": "vectors"},
+            {
+                "params": gates,
+                "lr": self.balance_factor_lr,
+                "weight_decay": self.balance_factor_weight_decay,
+                "name": "gates",
+            },
+        ]
+        optimizer = self.optimizer_callable([group for group in groups if group["params"]])
+        self.schedule = self.schedule_settings.make(self._total_steps())
+        # A plain function, looked up at every call: the schedule may learn of more steps later.
+        scheduler = LambdaLR(optimizer, lambda step: self.schedule.factor(step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def forward(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Summed loss in nats, and over how many tokens."""
+        assert self.model is not None
+        hidden = self.model.model(
+            input_ids=batch["input_ids"],
+            position_ids=batch["position_ids"],
+            segments=batch.get("segments"),
+            use_cache=False,
+        ).last_hidden_state
+        return chunked_cross_entropy(hidden, self.model.lm_head.weight, batch["labels"])
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Find the segments while the batch is on the CPU: it needs sizes, and a GPU would have to wait for them."""
+        if isinstance(batch, dict) and "position_ids" in batch and "segments" not in batch:
+            segment_length = self.infini_attention.segment_length
+            shape = batch["input_ids"].shape
+            batch = {**batch, "segments": split_into_segments(shape, segment_length, batch["position_ids"])}
+        return batch
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """Mean loss of the micro-batch."""
+        nll, tokens = self(batch)
+        loss = nll / tokens.clamp(min=1)
+        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(batch["input_ids"]))
+        return loss
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Adds the batch to the token-weighted loss."""
+        self.eval_loss.update(*self(batch))
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        """Adds the batch to the token-weighted loss."""
+        self.eval_loss.update(*self(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        """Log loss and perplexity over all tokens of all ranks."""
+        self._log_eval("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log loss and perplexity over all tokens of all ranks."""
+        self._log_eval("test")
+
+    def predict_step(self, batch: str, batch_idx: int) -> str:
+        """Continue a prompt."""
+        data = self.trainer.datamodule
+        return batch + self.continue_text(data, batch)
+
+    @torch.no_grad()
+    def continue_text(self, data, prompt: str, max_new_tokens: int = 64, **options: Any) -> str:
+        """What the model writes after a prompt.
+
+        Args:
+            data: The DataModule, whose tokenizer is used.
+            prompt: The text to continue.
+            max_new_tokens: How much to write at most.
+            options: Of `model.generate`, such as `do_sample` and `temperature`.
+        """
+        assert self.model is not None
+        was_training = self.model.training
+        self.model.eval()
+        ids = torch.tensor([data.encode(prompt)], device=self.device)
+        out = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **{"do_sample": False, **options}
+        )
+        self.model.train(was_training)
+        return data.decode(out[0, ids.shape[1] :].tolist())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the model's configuration, so that a checkpoint can be opened without the YAML."""
+        assert self.model is not None
+        checkpoint["packhorse"] = {"config": self.model.config.to_dict()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Make the model of the checkpoint, if there is none yet."""
+        self._restored_config = checkpoint["packhorse"]["config"]
+        if self.model is None:
+            self.configure_model()
+
+    def _log_eval(self, name: str) -> None:
+        self.log(f"{name}/loss", self.eval_loss.compute().float(), prog_bar=True, sync_dist=False)
+        self.log(f"{name}/perplexity", self.eval_loss.perplexity.float(), sync_dist=False)
+        self.eval_loss.reset()
+
+    def _total_steps(self) -> int:
+        data = self.trainer.datamodule
+        # Never `estimated_stepping_batches` with our own loaders: asking for it builds the loader before a resume.
+        return data.plan.steps if hasattr(data, "plan") else int(self.trainer.estimated_stepping_batches)
+
+
+def _check_config(config: dict[str, Any]) -> None:
+    """Refuse names that LlamaConfig would swallow without a word."""
+    known = {field.name for field in fields(InfiniLlamaConfig)} - {"infini_attention"}
+    if unknown := sorted(set(config) - known):
+        raise ValueError(f"`config` has no field {', '.join(unknown)}. Known are: {', '.join(sorted(known))}.")
+
+
+def _plain_config(pretrained: str):
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(Path(pretrained).expanduser()))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"The checkpoint {pretrained} cannot be loaded: {str(error).splitlines()[0]}") from None
+    if config.model_type not in ("llama", InfiniLlamaConfig.model_type):
+        raise ValueError(f"The checkpoint {pretrained} is a {config.model_type}; Llama checkpoints can be continued.")
+    return config

@@ -1,0 +1,188 @@
+"""What a run tells: the plan before step 1, progress where there is no terminal, and a report at the end."""
+
+import time
+from collections import deque
+from pathlib import Path
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_only
+
+from packhorse.cache.progress import say
+from packhorse.models import gate_values
+
+
+class RunReport(Callback):
+    """Prints the plan before the first step and a report after the last one, in words.
+
+    Args:
+        every_seconds: Where standard error is not a terminal, a line of progress this often.
+        command: What the user typed before the options, for the commands to try next.
+    """
+
+    def __init__(self, every_seconds: float = 15.0, command: str = "python main.py") -> None:
+        self.every_seconds, self.command = every_seconds, command
+        self._first_loss: torch.Tensor | None = None
+        self._recent: deque[torch.Tensor] = deque(maxlen=200)
+        self._first_step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the plan."""
+        data, plan = trainer.datamodule, trainer.datamodule.plan
+        self.entropy = data.unigram_entropy()
+        self._first_step = trainer.global_step
+        seconds, activations = _rehearse(trainer, pl_module)
+        say_once("\n".join(["", "Plan", *plan_lines(trainer, pl_module, plan, data, seconds, activations), ""]))
+        self._start = self._last_line = time.monotonic()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs, batch, batch_idx: int) -> None:
+        """Remember the loss, and say how far the run is."""
+        # Lightning hands back the loss divided by the accumulation.
+        loss = outputs["loss"].detach() * trainer.accumulate_grad_batches
+        self._first_loss = loss if self._first_loss is None else self._first_loss
+        self._recent.append(loss)
+        if trainer.progress_bar_callback is None and time.monotonic() - self._last_line >= self.every_seconds:
+            self._last_line = time.monotonic()
+            steps, total = trainer.global_step, trainer.datamodule.plan.steps
+            done = max(steps - self._first_step, 1)
+            left = (total - steps) * (time.monotonic() - self._start) / done
+            say_once(
+                f"step {steps:,}/{total:,}, loss {self._mean_loss():.3f}, {self._rate(trainer):,.0f} tokens/s, "
+                f"{left:,.0f} s left"
+            )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the report."""
+        if self._first_loss is None:
+            return
+        data = trainer.datamodule
+        summary = data.cache.summary
+        steps = trainer.global_step - self._first_step
+        tokens = steps * data.plan.global_batch * data.plan.sequence_length
+        first, last = float(self._first_loss), self._mean_loss()
+        val = trainer.callback_metrics.get("val/loss")
+        gates = gate_values(pl_module.model)
+        lines = [
+            "",
+            "Report",
+            f"  data        {summary.tokens:,} tokens in {summary.train_sequences + summary.eval_sequences:,} sequences "
+            f"of {data.plan.sequence_length}, utilisation {summary.utilisation:.2%}, "
+            f"{summary.bytes_per_token:.2f} bytes per token on disk",
+            f"  training    {steps:,} steps, {tokens:,} tokens, {self._rate(trainer):,.0f} tokens/s",
+            f"  loss        {first:.3f} at the beginning, {last:.3f} at the end"
+            + (f", {float(val):.3f} on evaluation text" if val is not None else ""),
+            f"              {self.entropy:.3f} is the unigram entropy of the data: what guessing by frequency costs",
+            f"  memory      gates from {float(gates.min()):.2f} to {float(gates.max()):.2f} "
+            "(share of the compressive memory in a head's output)",
+        ]
+        checkpoint = _last_checkpoint(trainer)
+        if checkpoint:
+            lines.append(f"  checkpoint  {checkpoint}")
+        if trainer.log_dir:
+            lines.append(f"  logs        {trainer.log_dir}")
+        lines += ["", "Next"]
+        if checkpoint:
+            lines.append(f"  {self.command} predict --config {_config_of(trainer)} --ckpt_path {checkpoint}")
+        lines.append(f"  tensorboard --logdir {trainer.log_dir or trainer.default_root_dir}")
+        say_once("\n".join(lines))
+
+    def _rate(self, trainer: Trainer) -> float:
+        plan = trainer.datamodule.plan
+        steps = trainer.global_step - self._first_step
+        return steps * plan.global_batch * plan.sequence_length / max(time.monotonic() - self._start, 1e-9)
+
+    def _mean_loss(self) -> float:
+        """Over the last tenth of what is remembered, at least one and at most 20 micro-batches."""
+        count = max(1, len(self._recent) // 10)
+        return float(torch.stack(list(self._recent)[-count:]).float().mean())
+
+
+def plan_lines(trainer: Trainer, module: LightningModule, plan, data, seconds: float | None, activations: int | None):
+    """The plan of a run, line by line."""
+    parameters = sum(p.numel() for p in module.model.parameters())
+    # fp32 weights, gradients, and the two moments of Adam.
+    state = 16 * parameters
+    memory = f"{state / 1e6:,.0f} MB for weights, gradients and optimizer"
+    if activations is not None:
+        memory += f", {activations / 1e6:,.0f} MB for the activations of a micro-batch"
+    expected = "known after the first steps"
+    if seconds is not None:
+        left = plan.steps - trainer.global_step
+        expected = f"about {_duration(seconds * left * trainer.accumulate_grad_batches)}, without validation"
+    attention = module.infini_attention
+    return [
+        f"  cache       {data.cache.folder}, {'just built' if data.was_built else 'found'}; "
+        f"opened in {data.opening_seconds:.3f} s, first batch {data.first_batch_seconds():.3f} s later",
+        f"  sequences   {plan.sequences:,} of {plan.sequence_length} tokens, {plan.epochs:.2f} epochs",
+        f"  steps       {plan.steps:,} of {plan.global_batch} sequences = {plan.tokens:,} tokens",
+        f"  model       {parameters:,} parameters, segments of {attention.segment_length}, "
+        f"memory {'on' if attention.turn_on_memory else 'off'}",
+        f"  memory      {memory}",
+        f"  time        {expected}",
+    ]
+
+
+@rank_zero_only
+def say_once(text: str) -> None:
+    """Say something on the first rank only."""
+    say(text)
+
+
+def _rehearse(trainer: Trainer, module: LightningModule) -> tuple[float | None, int | None]:
+    """Seconds and bytes of activations of one micro-batch, by trying it; leaves no trace.
+
+    Only where nothing is wrapped around the module: a rehearsal outside of DDP or FSDP would not be the real thing.
+    """
+    if trainer.world_size > 1:
+        return None, None
+    data = trainer.datamodule
+    numbers = data.order.sequence_numbers(0, data.settings.micro_batch_size)
+    batch = module.on_before_batch_transfer(data.rows("train")[numbers], 0)
+    batch = trainer.strategy.batch_to_device(batch)
+    saved: dict[int, int] = {}
+
+    def remember(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    seconds = []
+    with torch.random.fork_rng():
+        for _ in range(3):
+            start = time.monotonic()
+            with (
+                trainer.precision_plugin.forward_context(),
+                torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor),
+            ):
+                nll, tokens = module(batch)
+            torch.autograd.grad(nll / tokens, [p for p in module.parameters() if p.requires_grad], allow_unused=True)
+            if module.device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.monotonic() - start)
+    return min(seconds), sum(size for pointer, size in saved.items() if pointer not in weights)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5_400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def _last_checkpoint(trainer: Trainer) -> str | None:
+    for callback in trainer.callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            path = callback.last_model_path or callback.best_model_path
+            if path:
+                return str(_relative(Path(path)))
+    return None
+
+
+def _relative(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _config_of(trainer: Trainer) -> str:
+    return f"{_relative(Path(trainer.log_dir))}/config.yaml" if trainer.log_dir else "CONFIG"
