@@ -9,6 +9,10 @@ class PackhorseError(Exception):
     """The base of all errors that are meant for the user."""
 
 
+class SettingsError(PackhorseError, ValueError):
+    """Settings that make no sense together, or with the data."""
+
+
 class SourceError(PackhorseError, ValueError):
     """A source is missing, unreadable, or is not what the settings say."""
 

@@ -16,12 +16,12 @@ import packhorse
 from packhorse.cache.chunk import ChunkContent, Encoded, encode_chunk
 from packhorse.cache.plan import Range
 from packhorse.cache.recipe import Recipe, read_identity, tokenizer_json
-from packhorse.cache.record import Record, commit
+from packhorse.cache.record import Record, commit, read_record, record_path
 from packhorse.corpus.documents import Documents, Skipped, TextFile, read_documents
 from packhorse.corpus.engines import PROBES, Engine, make_engine, probe_digest
 from packhorse.corpus.packing import Packed, pack
 from packhorse.corpus.tokens import tokenize
-from packhorse.errors import EngineMismatch
+from packhorse.errors import EngineMismatch, SourceError
 
 Progress = Callable[[int, int, int], None]
 """Called with (documents, tokens, bytes of text) done since the last call."""
@@ -128,7 +128,13 @@ class Builder:
             The record that counts (see `record.commit`).
         """
         start = time.monotonic()
-        built = build_chunk(self.recipe, job, self.engine, self.compression, progress)
+        try:
+            built = build_chunk(self.recipe, job, self.engine, self.compression, progress)
+        except SourceError:
+            # Another builder that was faster may have removed the spool.
+            if record_path(self.folder, job.chunk).exists():
+                return read_record(self.folder, job.chunk)
+            raise
         record = Record(
             recipe=self.recipe.digest,
             chunk=job.chunk,

@@ -22,7 +22,7 @@ from packhorse.cache.recipe import Recipe, read_identity
 from packhorse.cache.record import Record, read_record, record_path
 from packhorse.cache.settings import CacheSettings
 from packhorse.cache.snapshot import Index, Snapshot
-from packhorse.errors import RecipeMismatch
+from packhorse.errors import CacheIncompleteError, RecipeMismatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,9 @@ def locate_cache(settings: CacheSettings, recipe: Recipe) -> tuple[Path, RecipeM
     """The folder of the cache, and what is wrong with it when it was named explicitly and is another."""
     path = Path(settings.cache_dir).expanduser()
     if not (path / "recipe.json").exists():
-        return path / f"{settings.name or default_name(settings.source)}-{recipe.id}", None
+        path = path / f"{settings.name or default_name(settings.source)}-{recipe.id}"
+        if not (path / "recipe.json").exists():
+            return path, None
     differences = recipe.differences(read_identity(path).recipe)
     if not differences:
         return path, None
@@ -175,7 +177,7 @@ def default_name(source: Any) -> str:
     first = source[0] if isinstance(source, list | tuple) and source else source
     if isinstance(first, dict):
         first = first.get("path") or str(first.get("class_path", "cache")).rpartition(".")[2]
-    text = Path(first).name if isinstance(first, str | Path) else type(first).__name__
+    text = Path(first).name if isinstance(first, str | Path) else getattr(first, "__name__", type(first).__name__)
     text = re.split(r"[*?\[]", text)[0].split(".")[0]
     return re.sub(r"[^A-Za-z0-9_-]+", "-", text).strip("-").lower()[:40] or "cache"
 
@@ -184,7 +186,12 @@ def summarise(folder: Path, num_chunks: int, sequence_length: int) -> CacheSumma
     """The sums in metadata.json when they are of just this snapshot, else from the records."""
     sums = dict.fromkeys(CacheSummary.__dataclass_fields__, 0)
     for chunk in range(num_chunks):
-        record = read_record(folder, chunk)
+        try:
+            record = read_record(folder, chunk)
+        except FileNotFoundError:
+            raise CacheIncompleteError(
+                f"The record of chunk {chunk} of {folder} is missing. `packhorse cache build` makes it again."
+            ) from None
         sums["chunks"] += 1
         sums["tokens"] += record.tokens
         sums["slots"] += record.sequences * sequence_length

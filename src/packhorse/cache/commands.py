@@ -16,7 +16,7 @@ from packhorse.cache.tokenizers import resolve_tokenizer
 from packhorse.cache.update import update_cache
 from packhorse.errors import CacheError, CacheIncompleteError
 
-OTHER_GROUPS = ("trainer", "model", "checkpoint", "seed_everything", "ckpt_path", "weights_only", "verbose", "return_predictions")
+OTHER_GROUPS = ("trainer", "model", "checkpoint", "seed_everything", "ckpt_path", "weights_only", "verbose")
 """Groups of a configuration that are not ours; they are read over."""
 
 
@@ -35,7 +35,7 @@ def run_cache_command(arguments: list[str]) -> int:
 def make_parser(description: str) -> ArgumentParser:
     """A parser for the `data:` group of a configuration."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(description=description)
+    parser = ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument("-c", "--config", action=ActionConfigFile, help="A YAML file; several are merged.")
     parser.add_argument("--json", action="store_true", help="Print the result as JSON.")
     parser.add_class_arguments(DataSettings, "data")

@@ -9,7 +9,7 @@ from packhorse.corpus.documents import TextFile, file_version, find_cut, open_ar
 
 def cut_ranges(ranges: list[Range], files: dict[int, TextFile], chunk_bytes: int) -> Iterator[list[Range]]:
     """Cut ranges into entries of about equal text, near `chunk_bytes` each, at borders of row groups where it can."""
-    weights = [_weight(files[number], start, stop) for number, start, stop in ranges]
+    weights = [range_weight(files[number], start, stop) for number, start, stop in ranges]
     total = sum(weights)
     target = total / max(1, round(total / chunk_bytes))
     entry: list[Range] = []
@@ -20,7 +20,7 @@ def cut_ranges(ranges: list[Range], files: dict[int, TextFile], chunk_bytes: int
                 cut, taken = stop, weight
             else:
                 cut = _advance(files[number], start, stop, room, fresh=not entry)
-                taken = _weight(files[number], start, cut)
+                taken = range_weight(files[number], start, cut)
             if cut > start:
                 entry.append((number, start, cut))
                 room, weight, start = room - taken, weight - taken, cut
@@ -50,7 +50,7 @@ def _advance(file: TextFile, start: int, stop: int, room: float, fresh: bool) ->
     return cut
 
 
-def _weight(file: TextFile, start: int, stop: int) -> float:
+def range_weight(file: TextFile, start: int, stop: int) -> float:
     """Bytes of text in a range, as far as they are known without reading it."""
     if not file.counts_rows:
         return stop - start

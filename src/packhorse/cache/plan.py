@@ -11,6 +11,7 @@ A file is known by its content (size and probe), not by its name: a moved folder
 changed is refused, a text file to which lines were appended is continued.
 """
 
+from bisect import bisect_right
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,9 @@ class Plan:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.pages: list[Page] = []
+        self.files: list[PlannedFile] = []
+        """All files, by number."""
+        self._first_chunks: list[int] = []
         self.reload()
 
     def reload(self) -> None:
@@ -78,16 +82,13 @@ class Plan:
             if (page.page, page.first_chunk, page.first_file) != (len(self.pages), self.num_chunks, len(self.files)):
                 raise CacheCorruptionError(f"{path} does not continue the page before it.")
             self.pages.append(page)
+            self.files += page.files
+            self._first_chunks.append(page.first_chunk)
 
     @property
     def num_chunks(self) -> int:
         """Chunks that are planned."""
         return self.pages[-1].first_chunk + len(self.pages[-1].entries) if self.pages else 0
-
-    @property
-    def files(self) -> list[PlannedFile]:
-        """All files, by number."""
-        return [file for page in self.pages for file in page.files]
 
     @property
     def finished(self) -> dict[str, str]:
@@ -96,15 +97,33 @@ class Plan:
 
     def entry(self, chunk: int) -> list[Range]:
         """The ranges that make a chunk."""
-        page = next(p for p in reversed(self.pages) if p.first_chunk <= chunk)
+        page = self.page(chunk)
         return page.entries[chunk - page.first_chunk]
 
-    def publish(self, page: Page) -> None:
-        """Add a page, or adopt the one that somebody else added meanwhile."""
-        value = asdict(page)
+    def page(self, chunk: int) -> Page:
+        """The page that plans a chunk."""
+        return self.pages[bisect_right(self._first_chunks, chunk) - 1]
+
+    def publish(self, page: Page) -> Page:
+        """Add a page; the one that counts is that of whoever was first."""
         store.make_folder(self.folder / "plan")
-        store.publish(self._path(page.page), store.seal(value))
+        store.publish(self._path(page.page), store.seal(asdict(page)))
         self.reload()
+        return self.pages[page.page]
+
+    def refuse_gaps(self, chunks_elsewhere: int) -> None:
+        """Refuse to plan again what was planned before: pages are missing when more chunks exist than are planned.
+
+        Raises:
+            CacheCorruptionError: a page is gone.
+        """
+        self.reload()
+        later = [p for p in self._path(0).parent.glob("*.json") if p.stem.isdigit() and int(p.stem) > len(self.pages)]
+        if later or chunks_elsewhere > self.num_chunks:
+            raise CacheCorruptionError(
+                f"{self._path(len(self.pages))} is missing: chunks or pages that come after it exist.\n"
+                "Bring the file back from a copy, or move the whole cache away and build it anew."
+            )
 
     def _path(self, page: int) -> Path:
         return self.folder / "plan" / f"{page:06d}.json"

@@ -19,6 +19,7 @@ from packhorse.corpus.documents import (
     file_length,
     find_cut,
     find_row,
+    is_unicode,
     read_documents,
 )
 from packhorse.corpus.sources import Deferred, Document, Files, Source, SourceFile, Stream, check_column, probe_file
@@ -55,9 +56,13 @@ class Planner:
         self.plan, self.sources, self.count_tokens = plan, sources, count_tokens
         self.chunk_tokens = sequence_length * sequences_per_chunk
         self.max_documents = max_documents
-        self.places: dict[int, str] = {}
+        now = {(f.size, f.probe): f.file.path for s in sources if isinstance(s, Files) for f in s.files}
+        known = ((number, (f.size, f.probe)) for number, f in enumerate(plan.files))
+        self.places: dict[int, str] = {number: now[content] for number, content in known if content in now}
         """File number -> where it is now."""
         self._opened: dict[str, Files | Stream] = {}
+        self._unpacked: set[Path] = set()
+        self._next_page = 0
         self._streams = {source.key: source for source in sources if isinstance(source, Stream)}
 
     def extend(self) -> Iterator[Page]:
@@ -68,19 +73,30 @@ class Planner:
             SourceChangedError: a source is no longer what was planned.
         """
         self._refuse_strangers()
+        while True:
+            self._next_page = len(self.plan.pages)
+            try:
+                yield from self._extend()
+                return
+            except _Overtaken:
+                # Another builder published a page of its own: what was worked out here is out of date.
+                yield from self.plan.pages[self._next_page :]
+
+    def _extend(self) -> Iterator[Page]:
         finished = self.plan.finished
         pending: list[Range] = []
         new_files: list[PlannedFile] = []
         done: dict[str, str] = {}
         for source in self.sources:
+            fingerprint = ""
             if isinstance(source, Deferred):
                 if finished.get(source.key) == source.fingerprint:
                     continue
-                done[source.key] = source.fingerprint
+                fingerprint = source.fingerprint
                 source = self._open(source)
             if isinstance(source, Files):
                 pending += self._unplanned(source, new_files)
-                done.setdefault(source.key, "")
+                done[source.key] = fingerprint
             else:
                 # What a stream gives is planned after the files before it, and page by page.
                 yield from self._publish_files(pending, new_files, done)
@@ -105,7 +121,7 @@ class Planner:
         path = self.places.get(number, planned.path)
         _check_unchanged(path, planned)
         if planned.packed:
-            spool.unpack(path, planned.packed, target)
+            spool.unpack(path, planned.packed, planned.kind, target)
             path = str(target)
         return TextFile(path=path, kind=planned.kind, column=planned.column)
 
@@ -114,6 +130,15 @@ class Planner:
         planned = self.plan.files[number]
         if planned.packed:
             store.remove(self._spool_path(planned))
+
+    def remove_spools(self) -> None:
+        """Remove every spool of the plan and of this planner; for when all chunks are committed."""
+        names = {self._spool_path(file).name for file in self.plan.files if file.packed}
+        names |= {path.name for path in self._unpacked}
+        root = self.plan.folder / "spool"
+        for path in root.iterdir() if root.is_dir() else ():
+            if path.name in names:
+                store.remove(path)
 
     def _open(self, source: Deferred) -> Files | Stream:
         if source.key not in self._opened:
@@ -148,11 +173,7 @@ class Planner:
         numbers: dict[tuple[int, str], list[int]] = {}
         for number, file in enumerate(planned):
             numbers.setdefault((file.size, file.probe), []).append(number)
-        stops = Counter()
-        for page in self.plan.pages:
-            for entry in page.entries:
-                for number, _, stop in entry:
-                    stops[number] = max(stops[number], stop)
+        stops = self._stops()
         ranges: list[Range] = []
         for file in source.files:
             known = numbers.get((file.size, file.probe))
@@ -165,7 +186,7 @@ class Planner:
                 if source.key in self.plan.finished and start:
                     continue
             else:
-                start = self._appended(file)
+                start = self._appended(file, stops)
                 number = len(planned) + len(new_files)
                 new_files.append(
                     PlannedFile(
@@ -187,18 +208,29 @@ class Planner:
                 ranges.append((number, start, length))
         return ranges
 
-    def _appended(self, file: SourceFile) -> int:
+    def _stops(self) -> Counter[int]:
+        """File number -> one past the last row or byte that is planned."""
+        stops: Counter[int] = Counter()
+        for page in self.plan.pages:
+            for entry in page.entries:
+                for number, _, stop in entry:
+                    stops[number] = max(stops[number], stop)
+        return stops
+
+    def _appended(self, file: SourceFile, stops: Counter[int]) -> int:
         """Where to begin in a file that is new: at 0, or behind what was planned when it was shorter."""
-        before = [f for f in self.plan.files if f.path == file.file.path]
+        before = [n for n, f in enumerate(self.plan.files) if f.path == file.file.path]
         if not before:
             return 0
-        old = before[-1]
+        old = self.plan.files[before[-1]]
         can_be_continued = not file.packed and not file.file.counts_rows and file.file.kind != "document"
         if can_be_continued and file.size > old.size and probe_file(file.file.path, old.size)[1] == old.probe:
+            # Not necessarily its end: `max_documents` may have stopped before it.
+            place = stops[before[-1]]
             with open(file.file.path, "rb") as stream:
-                stream.seek(max(old.size - 1, 0))
-                if old.size == 0 or stream.read(1) == b"\n":
-                    return old.size
+                stream.seek(max(place - 1, 0))
+                if place == 0 or b"\n" in stream.read(2):
+                    return place
         raise SourceChangedError(
             f"The source file {old.path} has changed since the cache {self.plan.folder} was built from it "
             f"({old.size:,} bytes then, {file.size:,} now).\n"
@@ -209,7 +241,8 @@ class Planner:
         if not file.packed:
             return file.file
         target = self.plan.folder / "spool" / f"{file.probe}.{file.file.kind}"
-        spool.unpack(file.file.path, file.packed, target)
+        spool.unpack(file.file.path, file.packed, file.file.kind, target)
+        self._unpacked.add(target)
         return TextFile(path=str(target), kind=file.file.kind, column=file.file.column)
 
     def _publish_files(self, ranges: list[Range], new_files: list[PlannedFile], done: dict[str, str]) -> Iterator[Page]:
@@ -272,8 +305,8 @@ class Planner:
         left = None if self.max_documents is None else self.max_documents - self._planned_rows()
         if left is not None and left <= 0:
             return
-        if source.fingerprint is None or (recorded and recorded != source.fingerprint):
-            # Nothing vouches for the stream but its content.
+        if source.fingerprint != source.key:
+            # Nothing vouches for what was planned before but the content: a fingerprint may have changed since.
             documents = source.read(0)
             for part in known:
                 self._check_part(part, _take(documents, part.stop - part.start))
@@ -345,9 +378,8 @@ class Planner:
         rows: int | None,
         finished: dict[str, str],
     ) -> Page:
-        number = len(self.plan.pages)
         page = Page(
-            page=number,
+            page=len(self.plan.pages),
             first_chunk=self.plan.num_chunks,
             first_file=len(self.plan.files),
             files=files,
@@ -357,8 +389,10 @@ class Planner:
             rows=rows,
             finished=finished,
         )
-        self.plan.publish(page)
-        return self.plan.pages[number]
+        if page.page != self._next_page or self.plan.publish(page) != page:
+            raise _Overtaken
+        self._next_page += 1
+        return page
 
     def _tokens_per_byte(self, ranges: list[Range], files: dict[int, TextFile]) -> float:
         """From texts at up to four places."""
@@ -380,10 +414,14 @@ class Planner:
         return max((ids + (self.count_tokens(texts) if texts else 0)) / max(size, 1), 0.01)
 
     def _stream_rate(self, head: list[Document]) -> float:
-        texts = [d for d in head if (isinstance(d, str) and d.isascii()) or (isinstance(d, str) and _encodes(d))]
+        texts = [d for d in head if isinstance(d, str) and is_unicode(d)]
         ids = sum(len(d) for d in head if d is not None and not isinstance(d, str))
         size = sum(len(t.encode()) for t in texts) + 4 * ids
         return max((ids + (self.count_tokens(texts) if texts else 0)) / max(size, 1), 0.01)
+
+
+class _Overtaken(Exception):
+    """The page that counts is that of another builder."""
 
 
 _END = object()
@@ -427,11 +465,3 @@ def _limited(documents: Iterator[Document], count: int) -> Iterator[Document]:
 def _chain(head: list[Document], rest: Iterator[Document]) -> Iterator[Document]:
     yield from head
     yield from rest
-
-
-def _encodes(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -9,6 +9,7 @@ an error.
 
 import hashlib
 import os
+import stat
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,9 @@ OPEN_CHUNKS = 256
 """Chunk files that are kept open."""
 
 Split = Literal["train", "eval"]
+
+# A link could lead anywhere, and opening a pipe would wait for ever.
+_OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 REPAIR = "Run `packhorse cache validate` to see what else is damaged; moving the file away and building makes it again."
 
@@ -56,13 +60,21 @@ class ChunkReader:
     def __init__(self, path: Path, chunk: int, recipe_digest: str, index_sha256: bytes | None) -> None:
         self.path = path
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
+            self._descriptor = os.open(path, _OPEN_FLAGS)
         except FileNotFoundError:
             raise CacheIncompleteError(
                 f"The file of chunk {chunk} is missing: {path}.\n`packhorse cache build` makes it again."
             ) from None
+        except OSError as error:
+            raise CacheCorruptionError(f"{path} cannot be opened: {error.strerror}.\n{REPAIR}") from None
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise CacheCorruptionError(f"{path} is not a file.\n{REPAIR}")
+        size = status.st_size
         head = os.pread(self._descriptor, 16_384, 0)
         self.header: Header = decode_header(head, path)
+        if self.header.index_bytes > size:
+            raise CacheCorruptionError(f"{path} is cut off: it has {size} bytes, less than its index.\n{REPAIR}")
         if len(head) < self.header.index_bytes:
             head = os.pread(self._descriptor, self.header.index_bytes, 0)
         head = head[: self.header.index_bytes]
@@ -71,7 +83,6 @@ class ChunkReader:
         if self.header.chunk != chunk or self.header.recipe != bytes.fromhex(recipe_digest)[:16]:
             raise CacheCorruptionError(f"{path} is a chunk of another place or another cache.\n{REPAIR}")
         offsets, checksums = decode_index(head, self.header, path)
-        size = os.fstat(self._descriptor).st_size
         if size != int(offsets[-1]):
             raise CacheCorruptionError(f"{path} has {size} bytes, not {int(offsets[-1])}: it was cut off.\n{REPAIR}")
         self._offsets, self._checksums = offsets.tolist(), checksums.tolist()

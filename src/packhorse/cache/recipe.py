@@ -105,7 +105,9 @@ def create(folder: Path, recipe: Recipe, content: TokenizerContent, name: str) -
     for file_name, data in content.files.items():
         path = folder / "tokenizer" / file_name
         store.make_folder(path.parent)
-        store.publish(path, data)
+        if not store.publish(path, data) and not store.holds(path, hashlib.sha256(data).hexdigest()):
+            store.quarantine(path, folder)
+            store.publish(path, data)
     files = {file_name: hashlib.sha256(data).hexdigest() for file_name, data in content.files.items()}
     identity = Identity(recipe=recipe, tokenizer_name=name, tokenizer_files=files)
     store.publish(folder / "recipe.json", store.seal(asdict(identity)))
@@ -124,14 +126,13 @@ def read_identity(folder: Path) -> Identity:
     except (FileNotFoundError, NotADirectoryError):
         raise CacheIncompleteError(f"There is no cache in {folder} yet. `packhorse cache build` makes it.") from None
     try:
-        identity = Identity(**{**value, "recipe": Recipe(**value["recipe"])})
+        if value["recipe"]["format"] != FORMAT:
+            raise CacheCorruptionError(
+                f"{path} has format {value['recipe']['format']}; this version of packhorse reads format {FORMAT}."
+            )
+        return Identity(**{**value, "recipe": Recipe(**value["recipe"])})
     except (KeyError, TypeError) as error:
         raise CacheCorruptionError(f"{path} is not a recipe: {error!r}.") from None
-    if identity.recipe.format != FORMAT:
-        raise CacheCorruptionError(
-            f"{path} has format {identity.recipe.format}; this version of packhorse reads format {FORMAT}."
-        )
-    return identity
 
 
 def tokenizer_json(folder: Path, identity: Identity) -> str:

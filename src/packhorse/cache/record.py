@@ -89,7 +89,7 @@ def commit(folder: Path, record: Record, parts: list[bytes]) -> Record:
     """
     path = chunk_path(folder, record.chunk, record.file_sha256)
     store.make_folder(path.parent)
-    if not store.publish(path, parts) and path.stat().st_size != record.file_bytes:
+    if not store.publish(path, parts) and not store.holds(path, record.file_sha256):
         store.quarantine(path, folder)
         store.publish(path, parts)
     where = record_path(folder, record.chunk)
@@ -105,6 +105,10 @@ def commit(folder: Path, record: Record, parts: list[bytes]) -> Record:
             "Nothing was overwritten. Check the source and the memory of this machine."
         )
     if winner.file_sha256 != record.file_sha256:
+        if not chunk_path(folder, record.chunk, winner.file_sha256).exists():
+            # The file of the winner is lost, and another codec makes another file of the same tokens.
+            store.quarantine(where, folder)
+            return commit(folder, record, parts)
         store.remove(path)
     return winner
 
@@ -135,16 +139,16 @@ def read_record(folder: Path, chunk: int) -> Record:
     return Record(**value)
 
 
-def committed_chunks(folder: Path, start: int = 0) -> list[int]:
-    """Numbers of the chunks from `start` on that have a record, in order."""
-    root = folder / "records"
-    if not root.is_dir():
-        return []
-    numbers = [
-        int(path.stem)
-        for sub in sorted(root.iterdir())
-        if sub.name.isdigit() and (int(sub.name) + 1) * FOLDER_CHUNKS > start
-        for path in sub.iterdir()
-        if path.suffix == ".json" and path.stem.isdigit()
-    ]
-    return sorted(number for number in numbers if number >= start)
+def committed_chunks(folder: Path) -> list[int]:
+    """Numbers of the chunks that have a record, in order."""
+    return sorted(int(path.stem) for path in _files(folder / "records", ".json") if path.stem.isdigit())
+
+
+def chunk_files(folder: Path) -> set[str]:
+    """Names of the chunk files that exist."""
+    return {path.name for path in _files(folder / "chunks", ".chunk")}
+
+
+def _files(root: Path, suffix: str) -> list[Path]:
+    folders = [sub for sub in root.iterdir() if sub.name.isdigit()] if root.is_dir() else []
+    return [path for sub in folders for path in sub.iterdir() if path.suffix == suffix]

@@ -1,7 +1,9 @@
 """What a user says about a cache: the `data:` group of a YAML, without torch."""
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from packhorse.errors import SettingsError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,14 @@ class CacheSettings:
     def __post_init__(self) -> None:
         _check(1 < self.sequence_length <= 131_072, "sequence_length", self.sequence_length, "from 2 to 131,072")
         _check(0 <= self.eval_share < 1, "eval_share", self.eval_share, "at least 0 and below 1")
+        for name, hint in get_type_hints(CacheSettings).items():
+            if get_origin(hint) is Literal:
+                _check(
+                    getattr(self, name) in get_args(hint),
+                    name,
+                    getattr(self, name),
+                    "one of " + ", ".join(get_args(hint)),
+                )
         _check(self.sequences_per_chunk > 0, "sequences_per_chunk", self.sequences_per_chunk, "above 0")
         _check(self.max_documents is None or self.max_documents > 0, "max_documents", self.max_documents, "above 0")
         _check(self.workers == "auto" or self.workers >= 0, "workers", self.workers, "auto, or 0 and more")
@@ -62,9 +72,9 @@ class CacheSettings:
             "at least 257: 256 bytes and the end of text",
         )
         if self.train_tokenizer is not None and self.tokenizer is None:
-            raise ValueError("train_tokenizer needs `tokenizer`: the folder for the trained tokenizer.")
+            raise SettingsError("train_tokenizer needs `tokenizer`: the folder for the trained tokenizer.")
         if self.name is not None and (not self.name or "/" in self.name or self.name.startswith(".")):
-            raise ValueError(f"name must be usable as a folder name, not {self.name!r}.")
+            raise SettingsError(f"name must be usable as a folder name, not {self.name!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,4 +103,4 @@ class DataSettings(CacheSettings):
 
 def _check(holds: bool, name: str, value: object, expected: str) -> None:
     if not holds:
-        raise ValueError(f"{name} must be {expected}, not {value}.")
+        raise SettingsError(f"{name} must be {expected}, not {value}.")

@@ -136,27 +136,33 @@ class Index:
 
     def header(self, page: int) -> _Header:
         """The header of a page, verified."""
-        path = self._paths[page]
+        path = self._path(page)
         if path not in self._headers:
-            try:
-                with path.open("rb") as file:
-                    self._headers[path] = _decode_header(file.read(HEADER.size), path, page)
-            except FileNotFoundError:
-                # A builder has just published a longer page in its place.
-                self.reload()
-                return self.header(page)
+            data = self._read(page, HEADER.size)
+            path = self._path(page)  # another one now, if a builder was faster
+            self._headers[path] = _decode_header(data, path, page)
         return self._headers[path]
 
     def rows(self, page: int) -> np.ndarray:
         """The rows of a page, verified."""
-        path = self._paths[page]
+        path = self._path(page)
         if path not in self._rows:
-            header = self.header(page)
-            data = path.read_bytes()[HEADER.size :]
+            data = self._read(page, HEADER.size + PAGE_CHUNKS * ROW.itemsize + 1)
+            path = self._path(page)
+            header = _decode_header(data[: HEADER.size], path, page)
+            data = data[HEADER.size :]
             if len(data) != header.count * ROW.itemsize or zlib.crc32(data) != header.crc:
                 raise CacheCorruptionError(f"{path} is damaged. Remove it: `packhorse cache build` makes it again.")
             self._rows[path] = np.frombuffer(data, ROW)
         return self._rows[path]
+
+    def row(self, chunk: int) -> np.void:
+        """The row of a chunk."""
+        return self.rows(chunk // PAGE_CHUNKS)[chunk % PAGE_CHUNKS]
+
+    def file_sha256(self, chunk: int) -> str:
+        """SHA-256 of a chunk's file."""
+        return bytes(self.row(chunk)["file_sha256"].item()).hex()
 
     def extend(self, num_planned: int, trusted) -> None:
         """Take up the records of chunks that follow without a gap, and publish the pages.
@@ -188,6 +194,21 @@ class Index:
         for path in (self.folder / "index").glob("*.idx"):
             store.remove(path)
         self.reload()
+
+    def _path(self, page: int) -> Path:
+        if page >= len(self._paths):
+            raise CacheIncompleteError(f"Page {page} of {self.folder / 'index'} is gone. Open the cache again.")
+        return self._paths[page]
+
+    def _read(self, page: int, size: int) -> bytes:
+        """The first bytes of a page."""
+        try:
+            with self._path(page).open("rb") as file:
+                return file.read(size)
+        except FileNotFoundError:
+            # A builder has published a longer page in its place: it begins with the same rows.
+            self.reload()
+            return self._read(page, size)
 
     def _following(self, num_planned: int, trusted) -> Iterator[Record]:
         for chunk in range(self.num_chunks, num_planned):
@@ -238,6 +259,8 @@ class Snapshot:
 
     def num_sequences(self, split: str) -> int:
         """Sequences on one side of the split, `train` or `eval`."""
+        if split not in ("train", "eval"):
+            raise ValueError(f"split must be train or eval, not {split!r}.")
         return self.totals.train_sequences if split == "train" else self.totals.eval_sequences
 
     def locate(self, numbers: np.ndarray, split: str) -> tuple[np.ndarray, np.ndarray]:
@@ -251,6 +274,8 @@ class Snapshot:
             raise IndexError(f"{split} sequences go from 0 to {self.num_sequences(split) - 1}.")
         chunks = np.empty(len(numbers), np.int64)
         rows = np.empty(len(numbers), np.int64)
+        if not len(numbers):
+            return chunks, rows
         pages = np.array([self._page_of(int(n), split) for n in numbers]) if self._num_pages > 1 else None
         for page in range(1) if pages is None else np.unique(pages):
             mask = slice(None) if pages is None else pages == page
@@ -263,7 +288,7 @@ class Snapshot:
 
     def row(self, chunk: int) -> np.void:
         """The index row of a chunk."""
-        return self._index.rows(chunk // PAGE_CHUNKS)[chunk % PAGE_CHUNKS]
+        return self._index.row(chunk)
 
     @property
     def _num_pages(self) -> int:
@@ -292,7 +317,8 @@ def _decode_header(data: bytes, path: Path, page: int) -> _Header:
     if len(data) < HEADER.size or struct.unpack_from("<I", data, HEADER.size - 4)[0] != zlib.crc32(data[:-4]):
         raise CacheCorruptionError(f"{path} is damaged. Remove it: `packhorse cache build` makes it again.")
     magic, version, first, count, _, *values, digest, crc, _ = HEADER.unpack(data)
-    if magic != MAGIC or version != 1 or first != page * PAGE_CHUNKS or not 0 < count <= PAGE_CHUNKS:
+    is_named = path.stem == f"{first:09d}-{count:04d}" and first == page * PAGE_CHUNKS
+    if magic != MAGIC or version != 1 or not is_named or not 0 < count <= PAGE_CHUNKS:
         raise CacheCorruptionError(f"{path} is not page {page} of an index. Remove it.")
     names = ("train_sequences", "eval_sequences", "train_tokens", "eval_tokens")
     return _Header(

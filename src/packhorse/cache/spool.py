@@ -69,6 +69,8 @@ def write_documents(documents: list[Document], target: Path) -> None:
     import pyarrow.parquet as pq
 
     if any(isinstance(document, np.ndarray) for document in documents):
+        if any(isinstance(document, str) for document in documents):
+            raise SourceError("A source gave texts and lists of ids mixed: it must give one kind.")
         column = pa.array(documents, pa.list_(pa.int64()))
     else:
         # As bytes, because a Python string may hold what is not Unicode; the reader counts and skips that.

@@ -31,6 +31,10 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
+_durable: set[Path] = set()
+"""Folders whose names this process has made safe."""
+
+
 def publish(path: Path, data: bytes | Iterable[bytes]) -> bool:
     """Make `path` hold `data`, durably, unless it exists already.
 
@@ -70,11 +74,18 @@ def replace(path: Path, data: bytes) -> None:
 def make_folder(path: Path) -> None:
     """Create a folder and its parents, durably."""
     if path.is_dir():
+        if path not in _durable:
+            # Who made it may have died before its name was safe.
+            with _disk_errors(path):
+                sync_folder(path.parent)
+            _durable.add(path)
         return
     make_folder(path.parent)
-    with _disk_errors(path), contextlib.suppress(FileExistsError):
-        os.mkdir(path)
+    with _disk_errors(path):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path)
         sync_folder(path.parent)
+    _durable.add(path)
 
 
 def quarantine(path: Path, cache_folder: Path) -> Path:
@@ -86,6 +97,15 @@ def quarantine(path: Path, cache_folder: Path) -> Path:
         sync_folder(path.parent)
         sync_folder(target.parent)
     return target
+
+
+def holds(path: Path, sha256: str) -> bool:
+    """Whether a file is there, whole, with the content of that SHA-256."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == sha256
+    except OSError:
+        return False
 
 
 def remove(path: Path) -> None:

@@ -14,7 +14,7 @@ from packhorse.cache.progress import say
 from packhorse.cache.settings import CacheSettings
 from packhorse.cache.spool import unpack
 from packhorse.corpus.documents import Skipped, TextFile, file_length, read_documents
-from packhorse.corpus.sources import Deferred, Files, Source, open_sources
+from packhorse.corpus.sources import Deferred, Files, Source, check_sources, open_sources
 from packhorse.corpus.tokenizer import (
     TokenizerContent,
     TokenizerFacts,
@@ -80,6 +80,7 @@ def _train(settings: CacheSettings, sources: list[Source] | None, tell) -> None:
         return
     if sources is None:
         sources = open_sources(settings.source, text_column=settings.text_column, sample_by=settings.sample_by)
+    check_sources(sources)
     content = train_on(sources, settings.train_tokenizer, tell)
     config = json.loads(content.files["tokenizer_config.json"])
     config["packhorse_train_tokenizer"] = settings.train_tokenizer

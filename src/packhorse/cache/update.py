@@ -8,7 +8,9 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,13 @@ from packhorse.cache.plan import Plan
 from packhorse.cache.planner import Planner
 from packhorse.cache.progress import BuildProgress, say
 from packhorse.cache.recipe import Recipe, create, make_recipe, read_identity, tokenizer_json
-from packhorse.cache.record import Record, chunk_path, committed_chunks, read_record, record_path
+from packhorse.cache.record import Record, chunk_files, chunk_path, committed_chunks, read_record, record_path
 from packhorse.cache.settings import CacheSettings
 from packhorse.cache.snapshot import Index, Snapshot
 from packhorse.cache.tokenizers import resolve_tokenizer
 from packhorse.cache.workers import run_jobs, usable_cores
 from packhorse.corpus.engines import choose_engine, make_engine
-from packhorse.corpus.sources import Source, open_sources
+from packhorse.corpus.sources import Source, check_sources, open_sources
 from packhorse.corpus.tokenizer import locate_tokenizer, read_tokenizer
 from packhorse.errors import CacheCorruptionError, CacheError, EngineMismatch, SourceError
 
@@ -79,6 +81,7 @@ def update_cache(settings: CacheSettings, quiet: bool = False) -> Cache:
         folder.rename(old)
         tell(f"The cache in {folder} was of another recipe; it is now {old}.")
     if not (folder / "recipe.json").exists():
+        check_sources(sources)
         content = content or read_tokenizer(locate_tokenizer(str(settings.tokenizer)))
         create(folder, recipe, content, str(settings.tokenizer))
     _Update(settings, recipe, folder, sources, tell).run()
@@ -120,28 +123,33 @@ class _Update:
                 built = self._build()
                 break
             except EngineMismatch as error:
+                if error.engine.split()[0] != "fastokens":
+                    raise  # the reference itself: there is nothing to fall back on
                 self._suspect(error)
+        if any(self._differs_from_index(record) for record in built):
+            self.index.forget()
         self.index.extend(self.plan.num_chunks, self._trusted)
         if built:
-            self.tell(f"{built}/{built} chunks built in {self.progress.seconds:.1f} s: {self.progress}")
+            self.tell(f"{len(built)}/{len(built)} chunks built in {self.progress.seconds:.1f} s: {self.progress}")
         if self.index.num_chunks < self.plan.num_chunks:
             raise CacheError(f"Chunk {self.index.num_chunks} of {self.folder} was not built. Run the command again.")
-        _write_metadata(self.folder, self.recipe, self.index.num_chunks)
+        self.planner.remove_spools()
+        if built or not (self.folder / "metadata.json").exists():
+            _write_metadata(self.folder, self.recipe, self.index.num_chunks)
 
-    def _build(self) -> int:
+    def _build(self) -> list[Record]:
         jobs = self._jobs()
         first = list(itertools.islice(jobs, 2))
         if not first:
-            return 0
+            return []
         workers = self.settings.workers
         if workers == "auto":
             # A single chunk is built faster here than a process starts.
             workers = len(usable_cores()) if len(first) > 1 else 0
-        built = 0
+        built: list[Record] = []
 
         def on_record(record: Record) -> None:
-            nonlocal built
-            built += 1
+            built.append(record)
             self.progress.committed()
             self._release(record)
 
@@ -159,26 +167,40 @@ class _Update:
 
     def _jobs(self) -> Iterator[Job]:
         """The chunks that are missing, planned ones first."""
-        committed = set(committed_chunks(self.folder, self.index.num_chunks))
-        missing = [c for c in range(self.index.num_chunks, self.plan.num_chunks) if c not in committed]
-        missing += [c for c in sorted(committed) if not self._trusted_chunk(c)]
+        missing = self._missing()
         if missing and self.plan.num_chunks > len(missing):
             done = self.plan.num_chunks - len(missing)
             self.tell(f"Going on in {self.folder}: {done} of {self.plan.num_chunks} chunks are there.")
         elif missing:
             self.tell(f"Going on in {self.folder}.")
-        yield from self._jobs_for(sorted(missing))
+        yield from self._jobs_for(missing)
         for page in self.planner.extend():
             if page.entries:
                 verb = "Building" if page.page == 0 else "Extending"
                 self.tell(f"{verb} the cache {self.folder}: {len(page.entries)} chunks.")
             yield from self._jobs_for(range(page.first_chunk, page.first_chunk + len(page.entries)))
 
+    def _missing(self) -> list[int]:
+        """Planned chunks that have no record, no file, or tokens of an engine that was wrong."""
+        committed = committed_chunks(self.folder)
+        # `max`: the last of either can only be there when its page was.
+        self.plan.refuse_gaps(max(self.index.num_chunks, committed[-1] + 1 if committed else 0))
+        files = chunk_files(self.folder)
+        missing = set(range(self.plan.num_chunks)) - set(committed)
+        for chunk in committed:
+            is_indexed = chunk < self.index.num_chunks
+            digest = self.index.file_sha256(chunk) if is_indexed else read_record(self.folder, chunk).file_sha256
+            if chunk_path(self.folder, chunk, digest).name not in files or not self._trusted_chunk(chunk):
+                missing.add(chunk)
+        return sorted(missing)
+
+    def _differs_from_index(self, record: Record) -> bool:
+        return record.chunk < self.index.num_chunks and self.index.file_sha256(record.chunk) != record.file_sha256
+
     def _jobs_for(self, chunks) -> Iterator[Job]:
         entries = {chunk: self.plan.entry(chunk) for chunk in chunks}
         for chunk, entry in entries.items():
-            page = next(p for p in reversed(self.plan.pages) if p.first_chunk <= chunk)
-            self.progress.planned(1, page.chunk_bytes)
+            self.progress.planned(1, self.plan.page(chunk).chunk_bytes)
             for number in {number for number, _, _ in entry}:
                 self._waiting[number] = self._waiting.get(number, 0) + 1
         for chunk, entry in entries.items():
@@ -200,7 +222,10 @@ class _Update:
                 self.engine = "slow"
                 self.tell("The tokenizer exists in Python only: it is slow. A tokenizer.json would be much faster.")
             else:
-                wanted = "hf" if self._suspects() and self.settings.engine == "auto" else self.settings.engine
+                wanted = self.settings.engine
+                if f"fastokens {version('fastokens')}" in self._suspects():
+                    self.tell(f"The engine fastokens was wrong before ({self.folder / 'suspects'}): not used.")
+                    wanted = "hf"
                 self.engine, message = choose_engine(wanted, text, self.recipe.split_special_tokens, texts)
                 if message:
                     self.tell(message)
@@ -217,11 +242,15 @@ class _Update:
 
     def _suspects(self) -> set[str]:
         root = self.folder / "suspects"
-        return {store.read_sealed(path)["engine"] for path in root.glob("*.json")} if root.is_dir() else set()
+        return {str(store.read_sealed(path).get("engine")) for path in root.glob("*.json")} if root.is_dir() else set()
 
     def _trusted(self, record: Record) -> bool:
         if record.recipe != self.recipe.digest:
             raise CacheCorruptionError(f"The record of chunk {record.chunk} in {self.folder} is of another recipe.")
+        if record.ranges != self.plan.entry(record.chunk):
+            raise CacheCorruptionError(
+                f"The record of chunk {record.chunk} in {self.folder} is not of what is planned."
+            )
         return record.engine not in self._suspects()
 
     def _trusted_chunk(self, chunk: int) -> bool:
@@ -229,7 +258,8 @@ class _Update:
             return True
         # It must not be found again: chunk and record leave together, the record first.
         store.quarantine(record_path(self.folder, chunk), self.folder)
-        store.quarantine(chunk_path(self.folder, chunk, record.file_sha256), self.folder)
+        with suppress(FileNotFoundError):
+            store.quarantine(chunk_path(self.folder, chunk, record.file_sha256), self.folder)
         return False
 
     def _is_suspect_index(self) -> bool:

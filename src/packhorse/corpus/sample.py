@@ -45,6 +45,11 @@ class SampleCorpus:
             digest.update(f"{path}\0{size}\0".encode())
         return digest.hexdigest()
 
+    @property
+    def text_bytes(self) -> int:
+        """How much text there really is."""
+        return sum(size for _, size in self.paths)
+
     def __iter__(self) -> Iterator[str]:
         for path, _ in self.paths:
             yield path.read_text(encoding="utf-8", errors="replace")

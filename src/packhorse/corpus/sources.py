@@ -65,6 +65,8 @@ class Stream:
     """Give the documents from number n on; a source that cannot skip reads and drops the first n."""
     fingerprint: str | None = None
     """Equal means that the same documents would come again; None means that one has to look."""
+    text_bytes: int | None = None
+    """About how much text it has, if it says so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +104,9 @@ def open_sources(spec: Any, *, text_column: str = "text", sample_by: str = "line
             return [_named(own["path"], column, sample_by)]
         return [_from_hub(own, column)]
     if isinstance(spec, list | tuple) and spec and all(isinstance(item, str | os.PathLike | Mapping) for item in spec):
-        looks_like_specs = [isinstance(i, Mapping) or _looks_like_a_name(str(i)) for i in spec]
-        if any(looks_like_specs):
+        if any(_looks_like_a_source(item, text_column) for item in spec):
             return [s for item in spec for s in open_sources(item, text_column=text_column, sample_by=sample_by)]
-    if isinstance(spec, Iterable):
+    if isinstance(spec, Iterable) and not isinstance(spec, Mapping):
         return [_from_iterable(spec, _name(type(spec)), text_column)]
     if callable(spec):
         return [_from_function(spec, _name(spec), text_column)]
@@ -124,8 +125,11 @@ def probe_file(path: str | Path, size: int | None = None) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-def _looks_like_a_name(text: str) -> bool:
-    """A list of texts is an iterable of documents; a list of names is a list of sources."""
+def _looks_like_a_source(item: str | os.PathLike | Mapping, text_column: str) -> bool:
+    """A list of texts or rows is an iterable of documents; a list of names or mappings is a list of sources."""
+    if isinstance(item, Mapping):
+        return ("path" in item or "class_path" in item) and text_column not in item
+    text = str(item)
     if not text or len(text) > 1_000 or "\n" in text or "\0" in text:
         return False
     pattern = glob.has_magic(text) and "/" in text and not any(map(str.isspace, text))
@@ -141,7 +145,7 @@ def _suffix(name: str) -> str:
 def _named(name: str, column: str, sample_by: str) -> Source:
     if name == "sample":
         corpus = SampleCorpus()
-        return Stream(key="sample", read=_skipping(lambda: iter(corpus)), fingerprint=corpus.fingerprint)
+        return _from_iterable(corpus, "sample", column)
     path = Path(name).expanduser()
     if path.is_dir():
         if (path / "dataset_dict.json").exists():
@@ -186,6 +190,29 @@ def _source_file(path: Path, column: str, sample_by: str) -> SourceFile:
         raise SourceError(f"The file {path} cannot be read: {error.strerror}.") from None
     file = TextFile(path=str(path.absolute()), kind=kind, column=column if kind in _KINDS.values() else "")
     return SourceFile(file=file, packed=packed, size=size, probe=probe)
+
+
+def check_sources(sources: list[Source]) -> None:
+    """Refuse files that do not have the column that is asked for, before anything is made of them.
+
+    Raises:
+        SourceError: with the columns that a file has.
+    """
+    for source in sources:
+        for file in source.files if isinstance(source, Files) else ():
+            if not file.packed:
+                check_column(file.file)
+
+
+def columns_of(file: SourceFile) -> list[str]:
+    """The columns of a table or the keys of the first JSON line; empty for plain text and for packed files."""
+    if file.packed:
+        return []
+    if file.file.kind == "parquet":
+        return open_parquet(file.file.path).schema_arrow.names
+    if file.file.kind == "arrow":
+        return open_arrow(file.file.path).schema.names
+    return (_first_keys(file.file.path) or []) if file.file.kind == "jsonl" else []
 
 
 def check_column(file: TextFile) -> None:
@@ -273,6 +300,7 @@ def _from_iterable(iterable: Any, key: str, column: str) -> Source:
         key=key,
         read=_skipping(lambda: (_document(item, column, key) for item in iterable)),
         fingerprint=str(fingerprint) if fingerprint is not None else None,
+        text_bytes=getattr(iterable, "text_bytes", None),
     )
 
 

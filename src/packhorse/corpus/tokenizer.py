@@ -75,7 +75,7 @@ def locate_tokenizer(name: str) -> Path:
         return path
     if path.is_dir():
         return path
-    if name.count("/") > 1 or name.startswith((".", "/", "~")) or name.endswith(".json"):
+    if name.count("/") > 1 or name.startswith((".", "/", "~")) or name.endswith((".json", "/")):
         raise TokenizerError(f"The tokenizer {name} does not exist: no such file or folder.")
     return _download(name)
 

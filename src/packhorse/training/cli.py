@@ -1,9 +1,11 @@
 """`fit`, `validate`, `test`, `predict` by LightningCLI, and `preview`."""
 
+import logging
 import os
 import sys
 import warnings
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from jsonargparse import set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -12,6 +14,8 @@ from packhorse.training.checkpoints import RecoveryCheckpoint
 from packhorse.training.datamodule import TokenDataModule
 from packhorse.training.module import LanguageModule
 from packhorse.training.monitors import RunReport
+
+COMMANDS = ("fit", "validate", "test", "predict")
 
 
 class PackhorseCLI(LightningCLI):
@@ -36,6 +40,10 @@ class PackhorseCLI(LightningCLI):
         if config.data.tokenizer is None:
             config.data.tokenizer = config.model.pretrained
 
+    def predict(self, **arguments) -> None:
+        """Print each prompt with its continuation."""
+        print("\n\n".join(self.trainer.predict(**arguments) or []))
+
     def _parse_ckpt_path(self) -> None:
         # LightningCLI would let the checkpoint's hyper-parameters win over the command line, without a word.
         return
@@ -54,37 +62,56 @@ def run_training_command(arguments: list[str]) -> int:
     """Run a command that needs Lightning; the result is the exit status."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    # Our loaders read a batch faster than a worker process could hand it over.
-    for message in (".*does not have many workers.*", ".*overridden `on_before_batch_transfer`.*", ".*treespec, LeafSpec.*"):
-        warnings.filterwarnings("ignore", message=message)
+    _quieten()
     if arguments[0] == "preview":
         from packhorse.training.preview import preview
 
         return preview(make_cli(arguments[1:], run=False))
-    cli = make_cli(arguments, run=True)
-    if cli.subcommand == "predict":
-        for text in cli.predictions:
-            print(text)
+    make_cli(arguments, run=True)
     return 0
 
 
-def make_cli(arguments: list[str], run: bool) -> Any:
+def make_cli(arguments: list[str], run: bool) -> PackhorseCLI:
     """Parse a command line; with `run`, do what it says."""
-    return PackhorseCLI(
-        LanguageModule,
-        TokenDataModule,
-        # Ranks that Lightning starts read their own command line.
-        args=None if arguments == sys.argv[1:] else arguments,
-        run=run,
-        auto_configure_optimizers=False,
-        save_config_callback=SaveRunConfig if run else None,
-        save_config_kwargs={"overwrite": True},
-        seed_everything_default=0,
-        trainer_defaults={
-            "max_epochs": 1,
-            "gradient_clip_val": 1.0,
-            "use_distributed_sampler": False,
-            "enable_progress_bar": sys.stderr.isatty(),
-            "callbacks": [RunReport()],
-        },
-    )
+    with _command_line(arguments):
+        return PackhorseCLI(
+            LanguageModule,
+            TokenDataModule,
+            run=run,
+            auto_configure_optimizers=False,
+            # An abbreviation is a typing error that happens to work.
+            parser_kwargs={"allow_abbrev": False, **{name: {"allow_abbrev": False} for name in COMMANDS}},
+            save_config_callback=SaveRunConfig if run else None,
+            save_config_kwargs={"overwrite": True},
+            seed_everything_default=0,
+            trainer_defaults={
+                "max_epochs": 1,
+                "gradient_clip_val": 1.0,
+                "use_distributed_sampler": False,
+                "enable_progress_bar": sys.stderr.isatty(),
+                "callbacks": [RunReport()],
+            },
+        )
+
+
+@contextmanager
+def _command_line(arguments: list[str]) -> Iterator[None]:
+    """What LightningCLI reads; ranks that it starts read the same."""
+    before = sys.argv
+    if before[1:] != arguments:
+        sys.argv = [before[0], *arguments]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def _quieten() -> None:
+    """Drop messages that are no news to our users."""
+    for message in (
+        ".*does not have many workers.*",  # a batch is read faster than a worker process could hand it over
+        ".*overridden `on_before_batch_transfer`.*",  # which is what we want
+        ".*treespec, LeafSpec.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "Tip:" not in record.msg)

@@ -1,7 +1,7 @@
 """Cache -> batches: the DataModule owns the token cache.
 
-`prepare_data` brings the cache up to date (one process, safe to kill and to repeat), `setup` opens it (milliseconds, the
-same on all ranks), the loaders read it. What a step trains on depends on the seed and on how many sequences were
+`prepare_data` brings the cache up to date (one process, safe to kill and to repeat), `setup` opens it (milliseconds,
+the same on all ranks), the loaders read it. What a step trains on depends on the seed and on how many sequences were
 consumed before, not on ranks, workers, micro batch or accumulation. Batches straddle epochs of the data: Lightning's
 epoch e ends with the last whole batch of the data's epoch e, and the next one begins with what was left over.
 """
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from packhorse.cache import Cache, DataSettings, open_cache, update_cache
 from packhorse.cache.tokenizers import resolve_tokenizer
-from packhorse.errors import CacheIncompleteError, TokenizerError
+from packhorse.errors import CacheIncompleteError, SettingsError, TokenizerError
 from packhorse.training.batches import derive
 from packhorse.training.order import TrainingOrder, micro_batch_positions, steps_in_epoch
 
@@ -120,7 +120,9 @@ class TokenDataModule(LightningDataModule):
         """Micro-batches of the rest of Lightning's current epoch."""
         trainer = self._trainer
         if trainer.world_size > 1 and trainer._accelerator_connector.use_distributed_sampler:
-            raise ValueError("Set `trainer.use_distributed_sampler: false`: the order of training is our own.")
+            raise SettingsError("Set `trainer.use_distributed_sampler: false`: the order of training is our own.")
+        # Between two epochs Lightning still counts the batches of the last one.
+        progress = trainer.fit_loop.epoch_loop.batch_progress
         sampler = TrainSampler(
             order=self.order,
             step=trainer.global_step,
@@ -129,7 +131,7 @@ class TokenDataModule(LightningDataModule):
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             length=self.plan.epoch_steps(trainer.current_epoch) * trainer.accumulate_grad_batches,
-            done=trainer.fit_loop.epoch_loop.batch_progress.current.ready,
+            done=0 if progress.is_last_batch else progress.current.ready,
         )
         return DataLoader(self.rows("train"), sampler=sampler, batch_size=None)
 
@@ -219,7 +221,7 @@ class TokenDataModule(LightningDataModule):
 
     def _check_plan(self, plan: RunPlan) -> None:
         if plan.sequences < plan.global_batch:
-            raise ValueError(
+            raise SettingsError(
                 f"The cache has {plan.sequences:,} train sequences, fewer than one global batch "
                 f"({plan.global_batch:,}).\nAdd text, or lower `micro_batch_size`, `accumulate_grad_batches` or "
                 "`sequence_length`."

@@ -11,10 +11,11 @@ from typing import Any, Literal
 import torch
 from lightning import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from packhorse.errors import TokenizerError
+from packhorse.errors import SettingsError, TokenizerError
 from packhorse.models import (
     InfiniAttentionConfig,
     InfiniLlamaConfig,
@@ -81,14 +82,14 @@ class LanguageModule(LightningModule):
         pretrained: str | None = None,
         infini_attention: InfiniAttentionConfig = InfiniAttentionConfig(),  # noqa: B008 (it is frozen)
         optimizer: OptimizerCallable = AdamW,
-        schedule: ScheduleSettings = ScheduleSettings(),  # noqa: B008
+        schedule: ScheduleSettings = ScheduleSettings(),
         balance_factor_lr: float = 1e-2,
         balance_factor_weight_decay: float = 0.0,
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         if config and pretrained:
-            raise ValueError("Give either `config`, for a new model, or `pretrained`, to continue from one.")
+            raise SettingsError("Give either `config`, for a new model, or `pretrained`, to continue from one.")
         _check_config(config or {})
         self.model_config, self.pretrained = dict(config or {}), pretrained
         self.infini_attention, self.schedule_settings = infini_attention, schedule
@@ -122,7 +123,7 @@ class LanguageModule(LightningModule):
 
     def configure_model(self) -> None:
         """Make the model, once."""
-        if self.model is not None:
+        if self.model is not None or (self._trainer is None and self._restored_config is None):
             return
         if self._restored_config is not None:
             self.model = InfiniLlamaForCausalLM(InfiniLlamaConfig(**self._restored_config))
@@ -138,9 +139,7 @@ class LanguageModule(LightningModule):
             if self.pretrained is None:
                 self.model = InfiniLlamaForCausalLM(config)
             else:
-                self.model = InfiniLlamaForCausalLM.from_pretrained(
-                    self.pretrained, config=config, dtype=torch.float32
-                )
+                self.model = InfiniLlamaForCausalLM.from_pretrained(self.pretrained, config=config, dtype=torch.float32)
         self.model.train()
         if self.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -163,6 +162,11 @@ class LanguageModule(LightningModule):
         ]
         optimizer = self.optimizer_callable([group for group in groups if group["params"]])
         self.schedule = self.schedule_settings.make(self._total_steps())
+        if self.schedule.warmup_steps >= self.schedule.total:
+            rank_zero_warn(
+                f"Warm-up takes {self.schedule.warmup_steps:,} steps, the whole run only {self.schedule.total:,}: "
+                "the peak learning rate is never reached."
+            )
         # A plain function, looked up at every call: the schedule may learn of more steps later.
         scheduler = LambdaLR(optimizer, lambda step: self.schedule.factor(step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -181,7 +185,8 @@ class LanguageModule(LightningModule):
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Find the segments while the batch is on the CPU: it needs sizes, and a GPU would have to wait for them."""
         if isinstance(batch, dict) and "position_ids" in batch and "segments" not in batch:
-            segment_length = self.infini_attention.segment_length
+            assert self.model is not None
+            segment_length = self.model.config.infini_attention.segment_length
             shape = batch["input_ids"].shape
             batch = {**batch, "segments": split_into_segments(shape, segment_length, batch["position_ids"])}
         return batch
@@ -260,7 +265,7 @@ def _check_config(config: dict[str, Any]) -> None:
     """Refuse names that LlamaConfig would swallow without a word."""
     known = {field.name for field in fields(InfiniLlamaConfig)} - {"infini_attention"}
     if unknown := sorted(set(config) - known):
-        raise ValueError(f"`config` has no field {', '.join(unknown)}. Known are: {', '.join(sorted(known))}.")
+        raise SettingsError(f"`config` has no field {', '.join(unknown)}. Known are: {', '.join(sorted(known))}.")
 
 
 def _plain_config(pretrained: str):
@@ -269,7 +274,9 @@ def _plain_config(pretrained: str):
     try:
         config = AutoConfig.from_pretrained(str(Path(pretrained).expanduser()))
     except (OSError, ValueError) as error:
-        raise ValueError(f"The checkpoint {pretrained} cannot be loaded: {str(error).splitlines()[0]}") from None
+        raise SettingsError(f"The checkpoint {pretrained} cannot be loaded: {str(error).splitlines()[0]}") from None
     if config.model_type not in ("llama", InfiniLlamaConfig.model_type):
-        raise ValueError(f"The checkpoint {pretrained} is a {config.model_type}; Llama checkpoints can be continued.")
+        raise SettingsError(
+            f"The checkpoint {pretrained} is a {config.model_type}; Llama checkpoints can be continued."
+        )
     return config

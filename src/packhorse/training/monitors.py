@@ -52,8 +52,8 @@ class RunReport(Callback):
                 f"{left:,.0f} s left"
             )
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the report."""
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the report, when the last checkpoint is written."""
         if self._first_loss is None:
             return
         data = trainer.datamodule
@@ -66,8 +66,8 @@ class RunReport(Callback):
         lines = [
             "",
             "Report",
-            f"  data        {summary.tokens:,} tokens in {summary.train_sequences + summary.eval_sequences:,} sequences "
-            f"of {data.plan.sequence_length}, utilisation {summary.utilisation:.2%}, "
+            f"  data        {summary.tokens:,} tokens in {summary.train_sequences + summary.eval_sequences:,} "
+            f"sequences of {data.plan.sequence_length}, utilisation {summary.utilisation:.2%}, "
             f"{summary.bytes_per_token:.2f} bytes per token on disk",
             f"  training    {steps:,} steps, {tokens:,} tokens, {self._rate(trainer):,.0f} tokens/s",
             f"  loss        {first:.3f} at the beginning, {last:.3f} at the end"

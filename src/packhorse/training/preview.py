@@ -1,0 +1,144 @@
+"""`packhorse preview`: what would happen, before any work. Writes nothing."""
+
+from typing import Any
+
+import torch
+
+from packhorse.cache import CacheSettings, open_cache
+from packhorse.cache.cuts import range_weight
+from packhorse.cache.tokenizers import sample_texts, train_on
+from packhorse.corpus.documents import file_length
+from packhorse.corpus.engines import Reference
+from packhorse.corpus.sources import Deferred, Files, Source, columns_of, open_sources
+from packhorse.corpus.tokenizer import TokenizerContent, locate_tokenizer, read_tokenizer
+from packhorse.errors import CacheIncompleteError, TokenizerError
+from packhorse.models import InfiniLlamaForCausalLM
+
+DOCUMENTS = 3
+SAMPLE_TEXTS = 200
+
+
+def preview(cli: Any) -> int:
+    """Print source, tokenizer, model and the steps to expect.
+
+    Args:
+        cli: A parsed command line: its DataModule, module and Trainer were made, but nothing was run.
+    """
+    settings = cli.datamodule.settings
+    sources = open_sources(settings.source, text_column=settings.text_column, sample_by=settings.sample_by)
+    content = _tokenizer(settings, sources)
+    engine = Reference(content.json, settings.split_special_tokens) if content.json else None
+    texts = [text for _, text in zip(range(SAMPLE_TEXTS), sample_texts(sources), strict=False)]
+    print("\n".join(_source_lines(sources, texts, engine)))
+    facts = content.facts
+    print(
+        f"\nTokenizer\n  {settings.tokenizer}: {facts.vocab_size:,} entries, BOS {facts.bos_id}, EOS {facts.eos_id}, "
+        f"PAD {facts.pad_id}; a document is "
+        + " + ".join(
+            part
+            for part, there in (
+                ("BOS", facts.adds_bos if settings.add_bos is None else settings.add_bos),
+                ("text", True),
+                ("EOS", settings.add_eos),
+            )
+            if there
+        )
+    )
+    size = cli.model.declared_vocab_size
+    if size is not None and size < facts.vocab_size:
+        raise TokenizerError(f"The tokenizer has {facts.vocab_size:,} entries, the model's vocabulary {size:,}.")
+    print("\n".join(_model_lines(cli, facts.vocab_size)))
+    print("\n".join(_run_lines(cli, settings, sources, texts, engine)))
+    return 0
+
+
+def _tokenizer(settings: CacheSettings, sources: list[Source]) -> TokenizerContent:
+    if settings.tokenizer is None:
+        raise TokenizerError("No tokenizer is named. Set `tokenizer`: a hub name, a folder, or a tokenizer.json.")
+    try:
+        return read_tokenizer(locate_tokenizer(settings.tokenizer))
+    except TokenizerError:
+        if settings.train_tokenizer is None:
+            raise
+    # `fit` would train it and keep it; here it is trained to look at it, and forgotten.
+    return train_on(sources, settings.train_tokenizer)
+
+
+def _source_lines(sources: list[Source], texts: list[str], engine: Reference | None) -> list[str]:
+    lines = ["Source"]
+    for source in sources:
+        source = source.open() if isinstance(source, Deferred) else source
+        if isinstance(source, Files):
+            size = sum(file.size for file in source.files)
+            lines.append(f"  {source.key}: {len(source.files):,} files, {size / 1e6:,.1f} MB")
+            lines.append(f"  columns of the first: {', '.join(columns_of(source.files[0])) or 'none (plain text)'}")
+        else:
+            size = "" if source.text_bytes is None else f", {source.text_bytes / 1e6:,.1f} MB"
+            lines.append(f"  {source.key}: a stream of documents{size}")
+    lines.append(f"\nThe first {DOCUMENTS} documents")
+    for text in texts[:DOCUMENTS]:
+        lines.append(f"  {len(text):,} characters: {text[:100]!r}")
+        if engine is not None:
+            ids, _ = engine.encode([text])
+            lines.append(f"  {len(ids):,} tokens: {' '.join(map(str, ids[:16].tolist()))} ...")
+    return lines
+
+
+def _model_lines(cli: Any, vocab_size: int) -> list[str]:
+    config = cli.model.make_config(vocab_size)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in InfiniLlamaForCausalLM(config).parameters())
+    attention = config.infini_attention
+    return [
+        "\nModel",
+        f"  {config.num_hidden_layers} layers, hidden size {config.hidden_size}, {config.num_attention_heads} heads "
+        f"({config.num_key_value_heads} for keys and values), vocabulary {config.vocab_size:,}",
+        f"  segments of {attention.segment_length} tokens, memory {'on' if attention.turn_on_memory else 'off'}",
+        f"  {parameters:,} parameters, {16 * parameters / 1e6:,.0f} MB with gradients and optimizer",
+    ]
+
+
+def _run_lines(cli: Any, settings: Any, sources: list[Source], texts: list[str], engine: Reference | None) -> list[str]:
+    trainer = cli.trainer
+    try:
+        cache = open_cache(settings.cache)
+        sequences, how = cache.num_sequences("train"), f"the cache {cache.folder} is there"
+    except (CacheIncompleteError, TokenizerError):
+        sequences, how = _estimate(settings, sources, texts, engine), "an estimate; there is no cache yet"
+    lines = ["\nRun"]
+    if sequences is None:
+        return [*lines, "  the length of a stream is known when it was read"]
+    batch = trainer.world_size * settings.micro_batch_size * trainer.accumulate_grad_batches
+    limits = []
+    if trainer.max_epochs is not None and trainer.max_epochs > 0:
+        limits.append(sequences * trainer.max_epochs // batch)
+    if trainer.max_steps > 0:
+        limits.append(trainer.max_steps)
+    steps = f"{min(limits):,}" if limits else "no end of"
+    return [
+        *lines,
+        f"  about {sequences:,} train sequences of {settings.sequence_length} tokens ({how})",
+        f"  {steps} steps of {batch} sequences",
+    ]
+
+
+def _estimate(settings: Any, sources: list[Source], texts: list[str], engine: Reference | None) -> int | None:
+    """Train sequences, from the size of the files and the tokens per byte of some texts."""
+    size = 0.0
+    for source in sources:
+        source = source.open() if isinstance(source, Deferred) else source
+        if not isinstance(source, Files):
+            if source.text_bytes is None:
+                return None
+            size += source.text_bytes
+            continue
+        if any(file.packed for file in source.files):
+            return None
+        size += sum(range_weight(file.file, 0, file_length(file.file)) for file in source.files)
+    if engine is None or not texts:
+        return None
+    text_bytes = sum(len(text.encode()) for text in texts)
+    if settings.max_documents is not None:
+        size = min(size, settings.max_documents * text_bytes / len(texts))
+    tokens = len(engine.encode(texts)[0]) + len(texts) * settings.add_eos
+    return round(size * tokens / text_bytes * (1 - settings.eval_share) / settings.sequence_length)

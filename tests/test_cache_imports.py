@@ -1,0 +1,98 @@
+"""Laws of the house: which room may import which, and what `import packhorse.cache` may cost."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import packhorse
+
+ROOT = Path(packhorse.__file__).parent
+HEAVY = (
+    "torch",
+    "lightning",
+    "transformers",
+    "datasets",
+    "pyarrow",
+    "tokenizers",
+    "fastokens",
+    "rich",
+    "huggingface_hub",
+)
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "module", ["packhorse", "packhorse.cache", "packhorse.corpus.sources", "packhorse.corpus.tokenizer"]
+)
+def test_importing_is_light(module):
+    loaded = run(f"import sys, {module}; print(' '.join({{name.partition('.')[0] for name in sys.modules}}))").split()
+    assert not set(HEAVY) & set(loaded)
+
+
+def test_importing_the_cache_takes_less_than_half_a_second():
+    code = "import time; t = time.process_time(); import packhorse.cache; print(time.process_time() - t)"
+    # The best of three, because other processes share the machine.
+    assert min(float(run(code)) for _ in range(3)) < 0.5
+
+
+def test_building_and_reading_import_neither_torch_nor_transformers_nor_datasets(tmp_path, gpt2_like):
+    (tmp_path / "a.txt").write_text("a text\n" * 100)
+    code = f"""
+import sys
+from packhorse.cache import build_cache
+cache = build_cache({str(tmp_path / "a.txt")!r}, tokenizer={str(gpt2_like)!r}, cache_dir={str(tmp_path)!r}, eval_share=0.0)
+cache.read([0])
+print(*[name for name in ("torch", "transformers", "datasets", "lightning") if name in sys.modules])
+"""
+    assert run(code) == ""
+
+
+ROOMS = {
+    "corpus": ("packhorse.errors", "packhorse.corpus"),
+    "cache": ("packhorse.errors", "packhorse.corpus", "packhorse.cache"),
+}
+
+
+def imported(path: Path) -> list[str]:
+    """Full names of the modules of this package that a file imports, inside functions as well."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide which room is meant"
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return [name for name in names if name.startswith("packhorse.")]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_the_rooms_it_may(room):
+    files = sorted((ROOT / room).glob("*.py"))
+    assert len(files) > 5
+    for path in files:
+        for name in imported(path):
+            is_version = name == "packhorse.__version__"
+            assert is_version or name.startswith(ROOMS[room]), f"{path.name} of {room} imports {name}"
+
+
+def test_only_one_file_of_the_cache_writes():
+    """`store.py` knows how files survive; nobody else opens one for writing."""
+    allowed = {"store.py", "workers.py", "worker.py"}
+    for path in sorted((ROOT / "cache").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            writes = called.endswith((".write_bytes", ".write_text", "os.link", "os.replace", "os.unlink", ".unlink"))
+            if called in ("open", "os.open") or called.endswith(".open"):
+                arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+                modes = [a.value for a in arguments if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+                writes |= any(set(mode) & set("wax+") for mode in modes if len(mode) <= 3)
+            assert not writes or path.name in allowed, f"{path.name}:{node.lineno} writes past store.py"

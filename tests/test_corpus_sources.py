@@ -1,0 +1,375 @@
+"""Laws of sources: every form of the same texts gives the same documents; what is no text is counted, not fatal."""
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import make_texts, texts_in, write_jsonl, write_parquet
+
+from packhorse.corpus.sources import Files, Stream, open_sources
+from packhorse.errors import PackhorseError, SourceError, StorageIOError
+
+TEXTS = [text.strip() for text in make_texts(40, seed=7, words=12)]
+LINES = [text.replace("\n", " ") for text in TEXTS]
+
+
+def made_of(name: str, folder: Path):
+    """A source of TEXTS (or LINES) in one of its forms, and the documents that it should give."""
+    import pyarrow as pa
+
+    rows = [{"text": text} for text in TEXTS]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if name == "parquet":
+        return write_parquet(folder / "a.parquet", TEXTS, rows=7), TEXTS
+    if name == "parquet of bytes":
+        return write_parquet(folder / "a.parquet", [t.encode() for t in TEXTS]), TEXTS
+    if name == "parquet with a dictionary":
+        return write_parquet(folder / "a.parquet", pa.array(TEXTS).dictionary_encode()), TEXTS
+    if name == "jsonl":
+        return write_jsonl(folder / "a.jsonl", TEXTS), TEXTS
+    if name == "jsonl without a last line end":
+        (folder / "a.jsonl").write_bytes(lines.rstrip(b"\n"))
+        return folder / "a.jsonl", TEXTS
+    if name == "jsonl with CRLF, BOM and blank lines":
+        (folder / "a.ndjson").write_bytes(b"\xef\xbb\xbf" + lines.replace(b"\n", b"\r\n\r\n"))
+        return folder / "a.ndjson", TEXTS
+    if name == "json array":
+        (folder / "a.json").write_text(json.dumps(rows, indent=2))
+        return folder / "a.json", TEXTS
+    packed = {
+        "json.gz": gzip.compress(lines),
+        "jsonl.bz2": bz2.compress(lines),
+        "jsonl.xz": lzma.compress(lines),
+        "jsonl.zst": pa.compress(lines, "zstd", asbytes=True),
+    }
+    if name in packed:
+        (folder / f"a.{name}").write_bytes(packed[name])
+        return folder / f"a.{name}", TEXTS
+    if name == "json array in gz":
+        (folder / "a.json.gz").write_bytes(gzip.compress(json.dumps(rows).encode()))
+        return folder / "a.json.gz", TEXTS
+    if name == "txt":
+        (folder / "a.txt").write_text("\n".join(LINES) + "\n")
+        return folder / "a.txt", LINES
+    if name == "txt.gz":
+        (folder / "a.txt.gz").write_bytes(gzip.compress("\n".join(LINES).encode()))
+        return folder / "a.txt.gz", LINES
+    if name == "datasets, saved to disk":
+        import datasets
+
+        datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(folder / "saved")
+        return folder / "saved", TEXTS
+    if name == "datasets, in memory":
+        import datasets
+
+        return datasets.Dataset.from_dict({"text": TEXTS}), TEXTS
+    write_jsonl(folder / "1.jsonl", TEXTS[:10])
+    write_parquet(folder / "2.parquet", TEXTS[10:25])
+    (folder / ".hidden.jsonl").write_text("{")
+    (folder / "README.md").write_text("not a source")
+    if name == "folder":
+        (folder / "3").mkdir()
+        write_jsonl(folder / "3/4.jsonl", TEXTS[25:])
+        return folder, TEXTS
+    if name == "glob":
+        write_parquet(folder / "3.parquet", TEXTS[25:])
+        return str(folder / "?.parquet"), TEXTS[10:]
+    if name == "several":
+        return [str(folder / "1.jsonl"), {"path": str(folder / "2.parquet")}, folder / "1.jsonl"], TEXTS[:25] + TEXTS[
+            :10
+        ]
+    raise AssertionError(name)
+
+
+FORMS = [
+    *("parquet", "parquet of bytes", "parquet with a dictionary", "jsonl", "jsonl without a last line end"),
+    *("jsonl with CRLF, BOM and blank lines", "json array", "json.gz", "jsonl.bz2", "jsonl.xz", "jsonl.zst"),
+    *(
+        "json array in gz",
+        "txt",
+        "txt.gz",
+        "datasets, saved to disk",
+        "datasets, in memory",
+        "folder",
+        "glob",
+        "several",
+    ),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_the_same_texts_gives_the_same_documents(form, tmp_path, build):
+    (tmp_path / "source").mkdir()
+    source, expected = made_of(form, tmp_path / "source")
+    cache = build(source if not isinstance(source, Path) else str(source))
+    assert texts_in(cache) == expected
+    assert not list((cache.folder / "spool").glob("*")) if (cache.folder / "spool").exists() else True
+
+
+def stories():
+    """A generator function."""
+    yield from TEXTS
+
+
+class Stories:
+    """An iterable class, as users write it."""
+
+    def __init__(self, count: int, fingerprint: str | None = None) -> None:
+        self.count = count
+        if fingerprint:
+            self.fingerprint = fingerprint
+
+    def __iter__(self):
+        return ({"text": text, "more": 1} for text in TEXTS[: self.count])
+
+
+ITERABLES = {
+    "a list": (TEXTS, TEXTS),
+    "a tuple": (tuple(TEXTS), TEXTS),
+    "questions": (["How are you?", "Fine [so far]."], ["How are you?", "Fine [so far]."]),
+    "a generator function": (stories, TEXTS),
+    "a function that gives a list": (lambda: TEXTS, TEXTS),
+    "rows": ([{"text": text, "path": "a.py"} for text in TEXTS], TEXTS),
+    "an object": (Stories(9), TEXTS[:9]),
+    "an object with a fingerprint": (Stories(9, "v1"), TEXTS[:9]),
+    "a class by its name": ({"class_path": f"{__name__}.Stories", "init_args": {"count": 11}}, TEXTS[:11]),
+    "a function by its name": ({"class_path": f"{__name__}.stories"}, TEXTS),
+}
+
+
+@pytest.mark.parametrize("name", ITERABLES)
+def test_iterables_and_functions_are_sources(name, build):
+    source, expected = ITERABLES[name]
+    cache = build(source)
+    assert texts_in(cache) == expected
+    assert texts_in(build(source)) == expected
+
+
+def test_a_generator_is_read_once_and_never_silently_from_its_middle(build, tmp_path, gpt2_like):
+    assert texts_in(build(stories())) == TEXTS
+    # Training a tokenizer on it needs the texts a second time.
+    with pytest.raises(SourceError, match="only once"):
+        build(stories(), tokenizer=str(tmp_path / "trained"), train_tokenizer=300)
+    assert texts_in(build(stories, tokenizer=str(tmp_path / "trained"), train_tokenizer=300)) == TEXTS
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("split", ["train", "train[5:25]"])
+def test_a_hub_data_set_goes_through_datasets(streaming, split, tmp_path, build, monkeypatch):
+    if streaming and split != "train":
+        pytest.skip("datasets cannot stream a slice")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    file = write_parquet(tmp_path / "a.parquet", TEXTS, rows=9)
+    spec = {
+        "path": "parquet",
+        "data_files": str(file),
+        "split": split,
+        "streaming": streaming,
+        "cache_dir": str(tmp_path),
+    }
+    expected = TEXTS if split == "train" else TEXTS[5:25]
+    assert texts_in(build(spec)) == expected
+    assert texts_in(build(spec)) == expected
+    # A slice is read as a stream; it must be taken up behind another source as well.
+    other = write_jsonl(tmp_path / "b.jsonl", ["first of all"])
+    assert texts_in(build([str(other), spec], name="two")) == ["first of all", *expected]
+
+
+@pytest.mark.parametrize(
+    ("sample_by", "expected"), [("paragraph", ["a\nb", "c", "d\ne"]), ("document", ["a\nb\n\nc\n\nd\ne\n"])]
+)
+def test_a_text_file_is_cut_into_what_is_asked_for(sample_by, expected, tmp_path, build):
+    (tmp_path / "a.txt").write_text("a\nb\n\nc\n\nd\ne\n")
+    assert texts_in(build(str(tmp_path / "a.txt"), sample_by=sample_by)) == expected
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "txt"])
+def test_only_a_line_feed_ends_a_line(suffix, tmp_path, build):
+    texts = ["one\u2028still one\x85and here\x0b\x0c\x1c\u2029", "two"]
+    path = tmp_path / f"a.{suffix}"
+    lines = [json.dumps({"text": t}, ensure_ascii=False) for t in texts] if suffix == "jsonl" else texts
+    path.write_bytes("".join(line + "\n" for line in lines).encode())
+    assert texts_in(build(str(path))) == texts
+
+
+def invalid_rows(form: str, folder: Path):
+    import pyarrow as pa
+
+    if form == "parquet":
+        values = [b"good", None, b"", b" \n", b"\xff\xfe bad", b"also good", b"\xed\xa0\x80"]
+        return write_parquet(folder / "a.parquet", pa.array(values, pa.binary()))
+    if form == "parquet, a string column with wrong bytes":
+        values = pa.array([b"good", None, b"", b" \n", b"\xff\xfe bad", b"also good", b"\xed\xa0\x80"], pa.binary())
+        buffers = values.buffers()
+        return write_parquet(folder / "a.parquet", pa.Array.from_buffers(pa.string(), len(values), buffers))
+    if form == "jsonl":
+        rows = [
+            '{"text": "good"}',
+            '{"text": null}',
+            '{"text": ""}',
+            "",
+            '{"text": "\\ud800"}',
+            '{"text": "also good"}',
+        ]
+        (folder / "a.jsonl").write_bytes("\n".join(rows).encode() + b'\n{"text": "\xff"}\n')
+    if form == "txt":
+        (folder / "a.jsonl").unlink(missing_ok=True)
+        (folder / "a.txt").write_bytes(b"good\n\n \n\xff\xfe\nalso good\n\xed\xa0\x80\n")
+        return folder / "a.txt"
+    if form == "iterable":
+        return ["good", None, "", " \n", "\ud800", "also good", "\udfff x"]
+    return folder / "a.jsonl"
+
+
+@pytest.mark.parametrize("form", ["parquet", "parquet, a string column with wrong bytes", "jsonl", "txt", "iterable"])
+def test_null_empty_and_invalid_rows_are_counted_and_not_fatal(form, tmp_path, build):
+    source = invalid_rows(form, tmp_path)
+    cache = build(str(source) if isinstance(source, Path) else source, eval_share=0.0)
+    assert texts_in(cache) == ["good", "also good"]
+    assert (cache.summary.rows_null, cache.summary.rows_empty, cache.summary.rows_invalid) == (int(form != "txt"), 2, 2)
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl", "iterable"])
+def test_lists_of_ids_are_taken_as_they_are(form, tmp_path, build, gpt2_like):
+    draw = np.random.default_rng(0)
+    ids = [draw.integers(1, 500, n).tolist() for n in draw.integers(1, 90, 50)]
+    source = {
+        "parquet": lambda: str(write_parquet(tmp_path / "a.parquet", ids, rows=8)),
+        "jsonl": lambda: str(write_jsonl(tmp_path / "a.jsonl", ids)),
+        "iterable": lambda: [np.array(i, np.uint16) for i in ids],
+    }[form]()
+    cache = build(source)
+    from conftest import documents_in
+
+    eos = cache.recipe.eos_id
+    # One that ends with EOS already does not get another.
+    assert documents_in(cache) == [own if own[-1] == eos else [*own, eos] for own in ids]
+
+
+@pytest.mark.parametrize("bad", [[1, 100_000], [-1], [2**40]])
+def test_ids_outside_of_the_vocabulary_are_refused(bad, tmp_path, build):
+    with pytest.raises(SourceError, match="the vocabulary has"):
+        build(str(write_jsonl(tmp_path / "a.jsonl", [[1, 2], bad])))
+
+
+@pytest.mark.parametrize("bad", [[1.5], ["a"], [[1], [2, 3]], [True], [None], 7, {"a": 1}])
+def test_what_is_neither_text_nor_ids_is_counted_and_never_rounded(bad, tmp_path, build):
+    cache = build(str(write_jsonl(tmp_path / "a.jsonl", [[1, 2], bad, [3]])), eval_share=0.0)
+    assert cache.summary.documents == 2
+    assert cache.summary.rows_invalid == 1
+
+
+def test_texts_mixed_with_ids_are_refused(tmp_path, build):
+    with pytest.raises(SourceError, match="mix"):
+        build(str(write_jsonl(tmp_path / "a.jsonl", [[1, 2], "text"])))
+    with pytest.raises(SourceError, match="mix"):
+        build([[1, 2], "text"], name="other")
+
+
+def test_max_documents_takes_the_first_rows(tmp_path, build):
+    files = [str(write_jsonl(tmp_path / "a.jsonl", TEXTS[:15])), str(write_parquet(tmp_path / "b.parquet", TEXTS[15:]))]
+    assert texts_in(build(files, max_documents=22)) == TEXTS[:22]
+    assert texts_in(build(TEXTS, max_documents=22, name="list")) == TEXTS[:22]
+
+
+# -- bad input
+
+
+def truncated_parquet(folder):
+    path = write_parquet(folder / "a.parquet", TEXTS)
+    path.write_bytes(path.read_bytes()[:-40])
+    return str(path)
+
+
+def second_file_truncated(folder):
+    write_parquet(folder / "0.parquet", TEXTS)
+    return str(Path(truncated_parquet(folder)).parent)
+
+
+def wrong_json(folder):
+    path = write_jsonl(folder / "a.jsonl", TEXTS[:6])
+    with path.open("a") as file:
+        file.write('\n{"text": "no end\n')
+    return str(path)
+
+
+def cut_gz(folder):
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 2_000)[:-30])
+    return str(folder / "a.jsonl.gz")
+
+
+def damaged_gz(folder):
+    data = bytearray(gzip.compress(os.urandom(3_000), mtime=0))
+    data[100:140] = bytes(40)
+    (folder / "a.txt.gz").write_bytes(data)
+    return str(folder / "a.txt.gz")
+
+
+def cut_zst(folder):
+    import pyarrow as pa
+
+    data = pa.compress(b'{"text": "a"}\n' * 2_000 + os.urandom(900), "zstd", asbytes=True)
+    (folder / "a.jsonl.zst").write_bytes(data[:-30])
+    return str(folder / "a.jsonl.zst")
+
+
+BAD = {
+    "missing file": (lambda folder: str(folder / "no.parquet"), r"no\.parquet does not exist"),
+    "empty folder": (lambda folder: str(folder), "no file that can be read"),
+    "glob without files": (lambda folder: str(folder / "*.parquet"), "no file that can be read"),
+    "missing column": (
+        lambda folder: str(write_parquet(folder / "a.parquet", TEXTS, column="body")),
+        "It has: body, number",
+    ),
+    "missing key": (
+        lambda folder: {"path": str(write_jsonl(folder / "a.jsonl", TEXTS)), "text_column": "x"},
+        "It has: text",
+    ),
+    "numbers": (lambda folder: str(write_parquet(folder / "a.parquet", [1, 2])), "neither texts nor lists of ids"),
+    "truncated parquet": (truncated_parquet, r"a\.parquet cannot be read: it is damaged or cut off"),
+    "a later file is truncated": (second_file_truncated, r"a\.parquet cannot be read"),
+    "invalid JSON": (wrong_json, r"a\.jsonl, line 8 is not valid JSON"),
+    "cut gz": (cut_gz, "damaged or cut off"),
+    "damaged gz": (damaged_gz, "damaged or cut off"),
+    "cut zst": (cut_zst, "damaged or cut off|not valid JSON"),
+    "unknown suffix": (lambda folder: str((folder / "a.pdf").write_bytes(b"%") and folder / "a.pdf"), "unknown kind"),
+    "nothing": (lambda folder: [], "no text"),
+    "only empty texts": (lambda folder: ["", None], "2 rows left out"),
+    "empty file": (lambda folder: str((folder / "a.jsonl").write_text("") or folder / "a.jsonl"), "no text"),
+    "a number": (lambda folder: 7, "A source is a path"),
+    "a mapping without a path": (lambda folder: {"name": "x"}, "A source is a path"),
+    "no such class": (lambda folder: {"class_path": "nowhere.Nothing"}, r"nowhere\.Nothing cannot be made"),
+    "no such attribute": (lambda folder: {"class_path": "json.Nothing"}, "cannot be made"),
+    "no class path": (lambda folder: {"class_path": "Nothing"}, "cannot be made"),
+    "wrong arguments": (lambda folder: {"class_path": f"{__name__}.Stories", "init_args": {"n": 1}}, "cannot be made"),
+    "not an iterable": (lambda folder: {"class_path": "fractions.Fraction"}, "not an iterable"),
+    "no such data set": (lambda folder: "no-such/data-set", "neither a local file or folder"),
+    "no such argument": (lambda folder: {"path": "parquet", "splitt": "train"}, "no argument splitt"),
+    "splits": (
+        lambda folder: str((folder / "dataset_dict.json").write_text("{}") and (folder / "train").mkdir() or folder),
+        "several splits",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_in_words_and_leaves_no_chunk(name, tmp_path, build):
+    (tmp_path / "source").mkdir()
+    make, message = BAD[name]
+    with pytest.raises(PackhorseError, match=message) as caught:
+        build(make(tmp_path / "source"))
+    assert not isinstance(caught.value, StorageIOError)
+    assert not [p for p in (tmp_path / "cache").rglob("*.chunk") if name not in ("only empty texts",)]
+
+
+def test_a_list_of_names_is_a_list_of_sources_and_a_list_of_texts_is_not(tmp_path):
+    path = str(write_jsonl(tmp_path / "a.jsonl", TEXTS))
+    assert all(isinstance(source, Files) for source in open_sources([path, path]))
+    assert isinstance(open_sources(["Is it?", "x*y [1] and so on"])[0], Stream)
+    with pytest.raises(SourceError, match="does not exist"):
+        open_sources([path, "./typo"])
