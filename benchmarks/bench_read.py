@@ -61,15 +61,15 @@ def main() -> None:
             )
             raw = write_raw(cache, folder / f"{label}.bin")
             check_same_rows(cache, raw)
-            size = f"{cache.num_sequences():,} rows of {cache.sequence_length} {raw.dtype}, vocabulary {cache.vocab_size:,}"
+            size = f"{len(raw):,} rows of {cache.sequence_length} {raw.dtype}, vocabulary {cache.vocab_size:,}"
             print(f"\n{label}: {size}", flush=True)
             rows.append(f"{label}: {size}")
             for batch_size in BATCH_SIZES:
                 ours, memmap, gather = compare_reads(cache, raw, batch_size, options.seconds, options.rounds)
                 ratios.append(ours / memmap)
                 rows.append(
-                    f"batches of {batch_size}: ours {ours:.1f}, memmap {memmap:.1f}, one gather {gather:.0f} M tokens/s, "
-                    f"ratio {ours / memmap:.3f}"
+                    f"batches of {batch_size}: ours {ours:.1f}, memmap {memmap:.1f}, one gather {gather:.0f} "
+                    f"M tokens/s, ratio {ours / memmap:.3f}"
                 )
                 print(rows[-1], flush=True)
             ours, memmap = compare_opening(cache, raw, options.rounds)

@@ -7,11 +7,11 @@ copy gets words of its own:
     another copy      the   archedral    of the   new   chapter
 
 Rare words, which occur less than `RARE` times, are most of the different words, and those that another text of that
-size would not have. They are put together from the beginning of one word and the end of another of about its length, and
-used in one copy only. So every copy brings as many rare words that were never seen as the first one; real text brings
-ever fewer. Words that are more frequent change places with others of about their frequency, so that documents differ
-throughout; the 100 most frequent stay. Half-words are tokenized a little worse than words: tokens per byte grow by some
-percent, and `bench_build` prints by how much.
+size would not have. They are put together from the beginning of one word and the end of another of about its length,
+and used in one copy only. So every copy brings as many rare words that were never seen as the first one; real text
+brings ever fewer. Words that are more frequent change places with others of about their frequency, so that documents
+differ throughout; the 100 most frequent stay. Half-words are tokenized a little worse than words: tokens per byte grow
+by some percent, and `bench_build` prints by how much.
 """
 
 import random

@@ -4,10 +4,10 @@ import random
 
 import numpy as np
 import pytest
-from conftest import all_tokens, file_bytes, make_texts, payloads, texts_in, write_jsonl, write_parquet
 
+from conftest import all_tokens, file_bytes, make_texts, payloads, texts_in, write_jsonl, write_parquet
 from packhorse.cache import build as build_module
-from packhorse.cache import open_cache, planner, store
+from packhorse.cache import open_cache, planner, rate, store
 from packhorse.cache.build import Builder, Job
 from packhorse.cache.plan import Plan
 from packhorse.cache.record import read_record
@@ -111,7 +111,7 @@ def lie_about(monkeypatch, on: str, every: int) -> None:
 @pytest.fixture
 def small_sample(monkeypatch):
     """What is tokenized before building starts is a few texts, so that a lie is not found there."""
-    monkeypatch.setattr(planner, "SAMPLE_BYTES", 400)
+    monkeypatch.setattr(rate, "SAMPLE_BYTES", 400)
 
 
 @pytest.mark.usefixtures("small_sample")
@@ -193,7 +193,7 @@ def test_the_first_real_document_of_every_builder_is_looked_at(build, tmp_path, 
     more[0] = "LIE"
     write_jsonl(tmp_path / "a.jsonl", more, "a")
     lie_about(monkeypatch, "LIE", 1_000)
-    monkeypatch.setattr(planner.Planner, "_tokens_per_byte", lambda *_: 0.3)
+    monkeypatch.setattr(planner, "tokens_per_byte", lambda *_: 0.3)
     cache = build(source, engine="auto")
     assert list((cache.folder / "suspects").iterdir())
     assert texts_in(cache) == [*TEXTS, *more]

@@ -4,8 +4,8 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import all_tokens, documents_in, make_texts, payloads, texts_in, write_jsonl, write_parquet
 
+from conftest import all_tokens, documents_in, make_texts, payloads, texts_in, write_jsonl, write_parquet
 from packhorse.cache import Cache
 from packhorse.errors import SourceChangedError, SourceError
 

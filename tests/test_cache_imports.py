@@ -43,11 +43,12 @@ def test_importing_the_cache_takes_less_than_half_a_second():
 
 
 def test_building_and_reading_import_neither_torch_nor_transformers_nor_datasets(tmp_path, gpt2_like):
-    (tmp_path / "a.txt").write_text("a text\n" * 100)
+    source = str(tmp_path / "a.txt")
+    Path(source).write_text("a text\n" * 100)
     code = f"""
 import sys
 from packhorse.cache import build_cache
-cache = build_cache({str(tmp_path / "a.txt")!r}, tokenizer={str(gpt2_like)!r}, cache_dir={str(tmp_path)!r}, eval_share=0.0)
+cache = build_cache({source!r}, tokenizer={str(gpt2_like)!r}, cache_dir={str(tmp_path)!r}, eval_share=0.0)
 cache.read([0])
 print(*[name for name in ("torch", "transformers", "datasets", "lightning") if name in sys.modules])
 """

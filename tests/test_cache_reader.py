@@ -1,16 +1,18 @@
 """Laws of reading: by number, in the order asked for, the same from any process; and every token has a source."""
 
 import json
+import os
 import pickle
 
 import numpy as np
+import psutil
 import pytest
-from conftest import all_tokens, make_texts, write_jsonl, write_parquet
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from packhorse.cache import Cache, snapshot
+from conftest import all_tokens, documents_in, make_texts, write_jsonl, write_parquet
+from packhorse.cache import Cache, build_cache, reader, snapshot
 from packhorse.cache.record import read_record
 from packhorse.cache.workers import usable_cores
 
@@ -20,8 +22,6 @@ TEXTS = make_texts(150, seed=6, words=20)
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, gpt2_like):
     """A cache of several chunks, from a table and a text file."""
-    from packhorse.cache import build_cache
-
     folder = tmp_path_factory.mktemp("reader")
     files = [
         str(write_parquet(folder / "a.parquet", TEXTS[:90], rows=11)),
@@ -169,16 +169,10 @@ def test_a_vocabulary_of_more_than_16_bits_reads_back(build, tmp_path, gpt2_like
     assert cache.vocab_size == 151_669
     tokens = cache.read(range(cache.num_sequences()))
     assert tokens.tokens.dtype == np.uint32
-    from conftest import documents_in
-
     assert documents_in(cache) == [[*own, cache.recipe.eos_id] for own in documents]
 
 
 def test_many_open_chunks_are_closed_again(made, monkeypatch):
-    import psutil
-
-    from packhorse.cache import reader
-
     monkeypatch.setattr(reader, "OPEN_CHUNKS", 2)
     cache = Cache(made.folder)
     assert cache.snapshot.num_chunks > 4
@@ -189,8 +183,6 @@ def test_many_open_chunks_are_closed_again(made, monkeypatch):
 
 
 def test_usable_cores_are_at_least_one_and_no_more_than_allowed():
-    import os
-
     cores = usable_cores()
     assert 1 <= len(cores) <= len(os.sched_getaffinity(0))
     assert set(cores) <= os.sched_getaffinity(0)

@@ -5,8 +5,8 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import all_tokens, make_texts, payloads, texts_in, write_jsonl
 
+from conftest import all_tokens, documents_in, make_texts, payloads, texts_in, write_jsonl
 from packhorse.cache import CacheSettings, DataSettings, build_cache, open_cache
 from packhorse.errors import (
     CacheCorruptionError,
@@ -96,8 +96,6 @@ def test_a_cache_copied_under_the_name_of_another_is_refused(build, source):
 
 
 def test_documents_are_enclosed_as_the_recipe_says(build, source, llama_like):
-    from conftest import documents_in
-
     for bos, eos in ((True, True), (False, True), (True, False), (None, True)):
         cache = build(source, tokenizer=str(llama_like), add_bos=bos, add_eos=eos)
         for ids in documents_in(cache):

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from conftest import documents_in, make_texts
 
+from conftest import documents_in, make_texts
 from packhorse.corpus import engines
 from packhorse.corpus.engines import PROBES, Fastokens, Reference, Slow, Verified, choose_engine
 from packhorse.corpus.tokenizer import read_tokenizer

@@ -47,15 +47,14 @@ def slow_best_fit(lengths: list[int], size: int) -> list[list[tuple[int, int]]]:
     """Sequences as lists of (document, length), by looking at all open sequences for each piece."""
     sequences: list[list[tuple[int, int]]] = []
     open_ones: list[list[int]] = []  # [space, sequence], the one that was touched last at the end
-    windows, rests, whole = [], [], []
+    windows: list[tuple[list, list]] = [([], [])]
     for document, length in enumerate(lengths):
-        whole += [(document, size)] * (length // size)
+        windows[-1][0].extend([(document, size)] * (length // size))
         if length % size:
-            rests.append((document, length % size))
-        if len(rests) == packing.LOOK_AHEAD:
-            windows.append((whole, rests))
-            whole, rests = [], []
-    for whole, rests in [*windows, (whole, rests)]:
+            windows[-1][1].append((document, length % size))
+        if len(windows[-1][1]) == packing.LOOK_AHEAD:
+            windows.append(([], []))
+    for whole, rests in windows:
         for document, length in whole + sorted(rests, key=lambda piece: (-piece[1], piece[0])):
             fitting = [entry for entry in open_ones if entry[0] >= length]
             if length < size and fitting:

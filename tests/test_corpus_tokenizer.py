@@ -4,8 +4,8 @@ import json
 import shutil
 
 import pytest
-from conftest import make_texts
 
+from conftest import make_texts
 from packhorse.corpus.engines import make_engine
 from packhorse.corpus.tokenizer import locate_tokenizer, read_tokenizer, train_tokenizer
 from packhorse.errors import TokenizerError
@@ -173,7 +173,7 @@ def test_a_missing_tokenizer_is_a_tokenizer_error_with_its_name(name):
 
 def test_a_file_that_is_no_tokenizer_json_is_refused(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"\x00")
-    with pytest.raises(TokenizerError, match="not a tokenizer.json"):
+    with pytest.raises(TokenizerError, match=r"not a tokenizer\.json"):
         locate_tokenizer(str(tmp_path / "tokenizer.model"))
 
 

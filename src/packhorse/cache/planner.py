@@ -7,26 +7,16 @@ chunk, and their pages are published (and built) as they come.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from packhorse.cache import spool, store
+from packhorse.cache import rate, spool
 from packhorse.cache.cuts import cut_ranges
+from packhorse.cache.locations import Locations, take
 from packhorse.cache.plan import Page, Plan, PlannedFile, Range
-from packhorse.corpus.documents import (
-    Skipped,
-    TextFile,
-    count_rows,
-    file_length,
-    find_cut,
-    find_row,
-    is_unicode,
-    read_documents,
-)
+from packhorse.cache.rate import tokens_per_byte, tokens_per_byte_of
+from packhorse.corpus.documents import TextFile, count_rows, file_length, find_row
 from packhorse.corpus.sources import Deferred, Document, Files, Source, SourceFile, Stream, check_column, probe_file
 from packhorse.errors import SourceChangedError, SourceError
 
-SAMPLE_BYTES = 256 * 1024
-"""Text that is tokenized to learn how many bytes a chunk needs."""
 STREAM_PARTS = 8
 """Parts of a stream that are spooled before their page is published and built."""
 
@@ -56,14 +46,8 @@ class Planner:
         self.plan, self.sources, self.count_tokens = plan, sources, count_tokens
         self.chunk_tokens = sequence_length * sequences_per_chunk
         self.max_documents = max_documents
-        now = {(f.size, f.probe): f.file.path for s in sources if isinstance(s, Files) for f in s.files}
-        known = ((number, (f.size, f.probe)) for number, f in enumerate(plan.files))
-        self.places: dict[int, str] = {number: now[content] for number, content in known if content in now}
-        """File number -> where it is now."""
-        self._opened: dict[str, Files | Stream] = {}
-        self._unpacked: set[Path] = set()
+        self.locations = Locations(plan, sources)
         self._next_page = 0
-        self._streams = {source.key: source for source in sources if isinstance(source, Stream)}
 
     def extend(self) -> Iterator[Page]:
         """Publish page after page until the plan has everything, yielding each.
@@ -93,7 +77,7 @@ class Planner:
                 if finished.get(source.key) == source.fingerprint:
                     continue
                 fingerprint = source.fingerprint
-                source = self._open(source)
+                source = self.locations.open(source)
             if isinstance(source, Files):
                 pending += self._unplanned(source, new_files)
                 done[source.key] = fingerprint
@@ -103,51 +87,6 @@ class Planner:
                 pending, new_files, done = [], [], {}
                 yield from self._publish_stream(source)
         yield from self._publish_files(pending, new_files, done)
-
-    def locate(self, number: int) -> TextFile:
-        """The file of that number, ready to be sought, as the plan recorded it.
-
-        Raises:
-            SourceChangedError: it is gone, or has other content.
-        """
-        planned = self.plan.files[number]
-        target = self._spool_path(planned)
-        if planned.packed == "stream":
-            if not target.exists():
-                self._spool_again(planned, target)
-            return TextFile(path=str(target), kind="parquet", column="document")
-        if planned.packed and target.exists():
-            return TextFile(path=str(target), kind=planned.kind, column=planned.column)
-        path = self.places.get(number, planned.path)
-        _check_unchanged(path, planned)
-        if planned.packed:
-            spool.unpack(path, planned.packed, planned.kind, target)
-            path = str(target)
-        return TextFile(path=path, kind=planned.kind, column=planned.column)
-
-    def remove_spool(self, number: int) -> None:
-        """Remove the spool of a file whose chunks are all committed."""
-        planned = self.plan.files[number]
-        if planned.packed:
-            store.remove(self._spool_path(planned))
-
-    def remove_spools(self) -> None:
-        """Remove every spool of the plan and of this planner; for when all chunks are committed."""
-        names = {self._spool_path(file).name for file in self.plan.files if file.packed}
-        names |= {path.name for path in self._unpacked}
-        root = self.plan.folder / "spool"
-        for path in root.iterdir() if root.is_dir() else ():
-            if path.name in names:
-                store.remove(path)
-
-    def _open(self, source: Deferred) -> Files | Stream:
-        if source.key not in self._opened:
-            self._opened[source.key] = source.open()
-        return self._opened[source.key]
-
-    def _spool_path(self, planned: PlannedFile) -> Path:
-        suffix = "parquet" if planned.packed == "stream" else planned.kind
-        return self.plan.folder / "spool" / f"{planned.probe}.{suffix}"
 
     def _refuse_strangers(self) -> None:
         """A cache whose sources have nothing in common with what is asked for is somebody else's."""
@@ -179,7 +118,7 @@ class Planner:
             known = numbers.get((file.size, file.probe))
             if known:
                 number = known.pop(0)
-                self.places[number] = file.file.path
+                self.locations.places[number] = file.file.path
                 start = stops[number]
                 if not file.packed and not file.file.counts_rows and start == file.size:
                     continue  # without opening it
@@ -199,8 +138,8 @@ class Planner:
                         probe=file.probe,
                     )
                 )
-                self.places[number] = file.file.path
-            readable = self._readable(file)
+                self.locations.places[number] = file.file.path
+            readable = self.locations.readable(file)
             if not known:
                 check_column(readable)
             length = file_length(readable)
@@ -237,16 +176,8 @@ class Planner:
             "Put new text into new files or at the end of a text file, or set `name` to build another cache."
         )
 
-    def _readable(self, file: SourceFile) -> TextFile:
-        if not file.packed:
-            return file.file
-        target = self.plan.folder / "spool" / f"{file.probe}.{file.file.kind}"
-        spool.unpack(file.file.path, file.packed, file.file.kind, target)
-        self._unpacked.add(target)
-        return TextFile(path=str(target), kind=file.file.kind, column=file.file.column)
-
     def _publish_files(self, ranges: list[Range], new_files: list[PlannedFile], done: dict[str, str]) -> Iterator[Page]:
-        files = {number: self._locate_any(number, new_files) for number, _, _ in ranges}
+        files = {number: self.locations.of_new(number, new_files) for number, _, _ in ranges}
         rows = None
         complete = True
         if self.max_documents is not None:
@@ -254,21 +185,13 @@ class Planner:
         finished = done if complete else {}
         if not ranges and not any(self.plan.finished.get(k) != v for k, v in finished.items()):
             return
-        rate = self._tokens_per_byte(ranges, files)
-        chunk_bytes = max(1, round(self.chunk_tokens / rate))
+        density = tokens_per_byte(ranges, files, self.count_tokens)
+        chunk_bytes = max(1, round(self.chunk_tokens / density))
         entries = list(cut_ranges(ranges, files, chunk_bytes))
         # Files beyond `max_documents` do not enter the plan yet; those before are a prefix.
         last = max((number for entry in entries for number, _, _ in entry), default=-1)
         kept = new_files if complete else new_files[: max(0, last + 1 - len(self.plan.files))]
-        yield self._publish(kept, entries, chunk_bytes, rate, rows, finished)
-
-    def _locate_any(self, number: int, new_files: list[PlannedFile]) -> TextFile:
-        known = len(self.plan.files)
-        if number < known:
-            return self.locate(number)
-        file = new_files[number - known]
-        path = str(self._spool_path(file)) if file.packed else file.path
-        return TextFile(path=path, kind=file.kind, column=file.column)
+        yield self._publish(kept, entries, chunk_bytes, density, rows, finished)
 
     def _limit(self, ranges: list[Range], files: dict[int, TextFile]) -> tuple[list[Range], int, bool]:
         """Cut the ranges where `max_documents` rows are reached."""
@@ -293,7 +216,7 @@ class Planner:
             if page.rows is not None:
                 total += page.rows
             else:
-                total += sum(count_rows(self.locate(n), a, b) for entry in page.entries for n, a, b in entry)
+                total += sum(count_rows(self.locations.locate(n), a, b) for entry in page.entries for n, a, b in entry)
         return total
 
     def _publish_stream(self, source: Stream) -> Iterator[Page]:
@@ -309,17 +232,17 @@ class Planner:
             # Nothing vouches for what was planned before but the content: a fingerprint may have changed since.
             documents = source.read(0)
             for part in known:
-                self._check_part(part, _take(documents, part.stop - part.start))
+                self.locations.check_part(part, take(documents, part.stop - part.start))
         else:
             documents = source.read(consumed)
         limited = documents if left is None else _limited(documents, left)
-        head = _take_bytes(limited, SAMPLE_BYTES)
+        head = _take_bytes(limited, rate.SAMPLE_BYTES)
         if not head:
             if recorded is None and known:
                 yield self._publish([], [], 1, 1.0, 0, {source.key: source.fingerprint or ""})
             return
-        rate = self._stream_rate(head)
-        chunk_bytes = max(1, round(self.chunk_tokens / rate))
+        density = tokens_per_byte_of(head, self.count_tokens)
+        chunk_bytes = max(1, round(self.chunk_tokens / density))
         parts = spool.cut_stream(_chain(head, limited), chunk_bytes)
         files: list[PlannedFile] = []
         while True:
@@ -336,7 +259,7 @@ class Planner:
                     start=consumed,
                     stop=consumed + len(part),
                 )
-                spool.write_documents(part, self._spool_path(file))
+                spool.write_documents(part, self.locations.spool_path(file))
                 files.append(file)
                 consumed += len(part)
             if files and (part is None or len(files) == STREAM_PARTS):
@@ -344,37 +267,17 @@ class Planner:
                 entries = [[(first + i, 0, f.size)] for i, f in enumerate(files)]
                 complete = part is None and (left is None or next(documents, _END) is _END)
                 finished = {source.key: source.fingerprint or ""} if complete else {}
-                yield self._publish(files, entries, chunk_bytes, rate, sum(f.size for f in files), finished)
+                yield self._publish(files, entries, chunk_bytes, density, sum(f.size for f in files), finished)
                 files = []
             if part is None:
                 return
-
-    def _spool_again(self, planned: PlannedFile, target: Path) -> None:
-        deferred = next((s for s in self.sources if isinstance(s, Deferred) and s.key == planned.source), None)
-        source = self._open(deferred) if deferred else self._streams.get(planned.source)
-        if not isinstance(source, Stream):
-            raise SourceChangedError(
-                f"Documents {planned.start:,} to {planned.stop:,} of the source {planned.source} are needed again to "
-                f"build a chunk of {self.plan.folder}, but the settings no longer name that source.\nName it again."
-            )
-        documents = _take(source.read(planned.start), planned.stop - planned.start)
-        self._check_part(planned, documents)
-        spool.write_documents(documents, target)
-
-    def _check_part(self, part: PlannedFile, documents: list[Document]) -> None:
-        if spool.digest_documents(documents) != part.probe:
-            raise SourceChangedError(
-                f"Documents {part.start:,} to {part.stop:,} of the source {part.source} are not what they were when "
-                f"the cache {self.plan.folder} was built.\n"
-                "A source may only grow at its end. Set `name` to build another cache of what it is now."
-            )
 
     def _publish(
         self,
         files: list[PlannedFile],
         entries: list[list[Range]],
         chunk_bytes: int,
-        rate: float,
+        density: float,
         rows: int | None,
         finished: dict[str, str],
     ) -> Page:
@@ -385,7 +288,7 @@ class Planner:
             files=files,
             entries=entries,
             chunk_bytes=chunk_bytes,
-            tokens_per_byte=round(rate, 6),
+            tokens_per_byte=round(density, 6),
             rows=rows,
             finished=finished,
         )
@@ -394,57 +297,12 @@ class Planner:
         self._next_page += 1
         return page
 
-    def _tokens_per_byte(self, ranges: list[Range], files: dict[int, TextFile]) -> float:
-        """From texts at up to four places."""
-        chosen = [ranges[len(ranges) * i // 4] for i in range(4)] if ranges else []
-        texts: list[str] = []
-        ids = size = 0
-        for (number, start, stop), quarter in zip(chosen, range(4), strict=False):
-            file = files[number]
-            # One range is looked at in four places, several ranges at their beginnings.
-            place = start + (stop - start) * quarter // 4 if len(ranges) < 4 else start
-            if not file.counts_rows and place > start:
-                place = find_cut(file, place, stop)
-            for batch in read_documents(file, place, stop, Skipped(), SAMPLE_BYTES // 4):
-                texts += batch.texts or []
-                ids += sum(map(len, batch.ids or []))
-                size += 4 * sum(map(len, batch.ids or []))
-                break
-        size += sum(len(text.encode()) for text in texts)
-        return max((ids + (self.count_tokens(texts) if texts else 0)) / max(size, 1), 0.01)
-
-    def _stream_rate(self, head: list[Document]) -> float:
-        texts = [d for d in head if isinstance(d, str) and is_unicode(d)]
-        ids = sum(len(d) for d in head if d is not None and not isinstance(d, str))
-        size = sum(len(t.encode()) for t in texts) + 4 * ids
-        return max((ids + (self.count_tokens(texts) if texts else 0)) / max(size, 1), 0.01)
-
 
 class _Overtaken(Exception):
     """The page that counts is that of another builder."""
 
 
 _END = object()
-
-
-def _check_unchanged(path: str, planned: PlannedFile) -> None:
-    try:
-        found = probe_file(path, None if planned.kind in ("parquet", "arrow") or planned.packed else planned.size)
-        size = Path(path).stat().st_size
-    except OSError:
-        raise SourceChangedError(
-            f"The source file {path} is gone, and the cache still needs it.\nPut it back, or name its new place."
-        ) from None
-    if found[1] != planned.probe or size < planned.size:
-        raise SourceChangedError(
-            f"The source file {path} has changed since it was planned ({planned.size:,} bytes then, {size:,} now).\n"
-            "Put the old one back, or set `name` to build another cache."
-        )
-
-
-def _take(documents: Iterator[Document], count: int) -> list[Document]:
-    # The range comes first: `zip` must not take a document too many.
-    return [document for _, document in zip(range(count), documents, strict=False)]
 
 
 def _take_bytes(documents: Iterator[Document], size: int) -> list[Document]:

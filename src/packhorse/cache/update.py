@@ -133,7 +133,7 @@ class _Update:
             self.tell(f"{len(built)}/{len(built)} chunks built in {self.progress.seconds:.1f} s: {self.progress}")
         if self.index.num_chunks < self.plan.num_chunks:
             raise CacheError(f"Chunk {self.index.num_chunks} of {self.folder} was not built. Run the command again.")
-        self.planner.remove_spools()
+        self.planner.locations.remove_spools()
         if built or not (self.folder / "metadata.json").exists():
             _write_metadata(self.folder, self.recipe, self.index.num_chunks)
 
@@ -204,7 +204,7 @@ class _Update:
             for number in {number for number, _, _ in entry}:
                 self._waiting[number] = self._waiting.get(number, 0) + 1
         for chunk, entry in entries.items():
-            files = {number: self.planner.locate(number) for number, _, _ in entry}
+            files = {number: self.planner.locations.locate(number) for number, _, _ in entry}
             yield Job(chunk=chunk, ranges=entry, files=files)
 
     def _release(self, record: Record) -> None:
@@ -212,7 +212,7 @@ class _Update:
         for number in {number for number, _, _ in record.ranges}:
             self._waiting[number] -= 1
             if self._waiting[number] == 0:
-                self.planner.remove_spool(number)
+                self.planner.locations.remove_spool(number)
 
     def _engine(self, texts: list[str]) -> str:
         """The engine, chosen when the first texts are there."""

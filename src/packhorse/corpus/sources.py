@@ -104,7 +104,8 @@ def open_sources(spec: Any, *, text_column: str = "text", sample_by: str = "line
             return [_named(own["path"], column, sample_by)]
         return [_from_hub(own, column)]
     if isinstance(spec, list | tuple) and spec and all(isinstance(item, str | os.PathLike | Mapping) for item in spec):
-        if any(_looks_like_a_source(item, text_column) for item in spec):
+        # One text among them that cannot be a name makes all of them texts.
+        if all(map(_may_be_a_name, spec)) and any(_looks_like_a_source(item, text_column) for item in spec):
             return [s for item in spec for s in open_sources(item, text_column=text_column, sample_by=sample_by)]
     if isinstance(spec, Iterable) and not isinstance(spec, Mapping):
         return [_from_iterable(spec, _name(type(spec)), text_column)]
@@ -125,13 +126,15 @@ def probe_file(path: str | Path, size: int | None = None) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
+def _may_be_a_name(item: str | os.PathLike | Mapping) -> bool:
+    return not isinstance(item, str) or (0 < len(item) < 256 and "\n" not in item and "\0" not in item)
+
+
 def _looks_like_a_source(item: str | os.PathLike | Mapping, text_column: str) -> bool:
     """A list of texts or rows is an iterable of documents; a list of names or mappings is a list of sources."""
     if isinstance(item, Mapping):
         return ("path" in item or "class_path" in item) and text_column not in item
     text = str(item)
-    if not text or len(text) > 1_000 or "\n" in text or "\0" in text:
-        return False
     pattern = glob.has_magic(text) and "/" in text and not any(map(str.isspace, text))
     return text == "sample" or pattern or bool(_suffix(text)) or Path(text).expanduser().exists()
 

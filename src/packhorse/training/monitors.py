@@ -42,6 +42,8 @@ class RunReport(Callback):
         loss = outputs["loss"].detach() * trainer.accumulate_grad_batches
         self._first_loss = loss if self._first_loss is None else self._first_loss
         self._recent.append(loss)
+        if trainer.global_step % trainer.log_every_n_steps == 0:
+            self._log(trainer, pl_module)
         if trainer.progress_bar_callback is None and time.monotonic() - self._last_line >= self.every_seconds:
             self._last_line = time.monotonic()
             steps, total = trainer.global_step, trainer.datamodule.plan.steps
@@ -86,6 +88,12 @@ class RunReport(Callback):
             lines.append(f"  {self.command} predict --config {_config_of(trainer)} --ckpt_path {checkpoint}")
         lines.append(f"  tensorboard --logdir {trainer.log_dir or trainer.default_root_dir}")
         say_once("\n".join(lines))
+
+    def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        gates = gate_values(pl_module.model)
+        rates = {f"lr/{group['name']}": group["lr"] for group in trainer.optimizers[0].param_groups}
+        values = {"gates/mean": gates.mean(), "gates/min": gates.min(), "gates/max": gates.max(), **rates}
+        pl_module.log_dict({"tokens_per_second": self._rate(trainer), **values}, on_step=True, on_epoch=False)
 
     def _rate(self, trainer: Trainer) -> float:
         plan = trainer.datamodule.plan
