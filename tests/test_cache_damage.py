@@ -55,6 +55,15 @@ def test_every_damaged_byte_of_a_metadata_file_is_refused(cache, pattern):
         assert path.name in str(caught.value) or isinstance(caught.value, CacheIncompleteError)
 
 
+def test_an_index_page_under_a_wrong_name_is_refused(cache):
+    page = next((cache.folder / "index").iterdir())
+    count = cache.snapshot.num_chunks
+    for name in (f"000000000-{count + 1:04d}.idx", f"000000000-{count - 1:04d}.idx"):
+        page = page.rename(page.with_name(name))
+        with pytest.raises(CacheCorruptionError, match=name):
+            read_everything(cache.folder)
+
+
 def test_a_damaged_byte_of_any_chunk_is_refused_and_the_rest_can_be_read(cache):
     path = next(iter(sorted((cache.folder / "chunks").rglob("00000001-*.chunk"))))
     for _ in itertools.islice(damage(path), 0, None, 7):

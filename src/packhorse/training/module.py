@@ -251,8 +251,9 @@ class LanguageModule(LightningModule):
             self.configure_model()
 
     def _log_eval(self, name: str) -> None:
-        self.log(f"{name}/loss", self.eval_loss.compute().float(), prog_bar=True, sync_dist=False)
-        self.log(f"{name}/perplexity", self.eval_loss.perplexity.float(), sync_dist=False)
+        # The metric is the same on all ranks; `sync_dist` only tells Lightning that it need not warn.
+        self.log(f"{name}/loss", self.eval_loss.compute().float(), prog_bar=True, sync_dist=True)
+        self.log(f"{name}/perplexity", self.eval_loss.perplexity.float(), sync_dist=True)
         self.eval_loss.reset()
 
     def _total_steps(self) -> int:

@@ -81,12 +81,13 @@ class RunReport(Callback):
         checkpoint = _last_checkpoint(trainer)
         if checkpoint:
             lines.append(f"  checkpoint  {checkpoint}")
-        if trainer.log_dir:
-            lines.append(f"  logs        {trainer.log_dir}")
+        if trainer.logger is not None:
+            lines.append(f"  logs        {_relative(Path(trainer.log_dir))}")
         lines += ["", "Next"]
         if checkpoint:
             lines.append(f"  {self.command} predict --config {_config_of(trainer)} --ckpt_path {checkpoint}")
-        lines.append(f"  tensorboard --logdir {trainer.log_dir or trainer.default_root_dir}")
+        if trainer.logger is not None:
+            lines.append(f"  tensorboard --logdir {_relative(Path(trainer.log_dir))}")
         say_once("\n".join(lines))
 
     def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -189,8 +190,9 @@ def _last_checkpoint(trainer: Trainer) -> str | None:
 
 
 def _relative(path: Path) -> Path:
+    path = path.absolute()
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _config_of(trainer: Trainer) -> str:
-    return f"{_relative(Path(trainer.log_dir))}/config.yaml" if trainer.log_dir else "CONFIG"
+    return str(_relative(Path(trainer.log_dir or trainer.default_root_dir) / "config.yaml"))
