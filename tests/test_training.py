@@ -213,6 +213,14 @@ def test_validation_weighs_tokens_not_batches(room, corpus, tmp_path):
     assert metrics["val/perplexity"] == pytest.approx(float(expected.exp()), rel=1e-4)
 
 
+def test_a_model_can_be_validated_before_it_is_trained(room, corpus, tmp_path):
+    data, model = datamodule(room, corpus), module()
+    trainer(tmp_path, limit_val_batches=None).validate(model, datamodule=data, verbose=False)
+    run = trainer(tmp_path, max_steps=2, limit_val_batches=None)
+    run.fit(model, datamodule=data)
+    assert run.global_step == 2
+
+
 def test_unigram_entropy_is_that_of_the_labels(room, corpus, tmp_path):
     data = datamodule(room, corpus)
     data.prepare_data()
