@@ -21,8 +21,9 @@ from packhorse.corpus.tokenizer import train_tokenizer
 WORDS = (
     "the of and to in a is that for it was on are as with at be this from have or by one had not but what all were "
     "when we there can an your which their said if do will each about how up out them then she many some so these "
-    "would other into has more her two like him see time could no make than first been its who now people my made over did "
-    "naïve café Straße мир слово 世界 你好 🙂 don't it's def return import self.value x_1 == 3.14 1,000 (see) [0] http://a.b/c"
+    "would other into has more her two like him see time could no make than first been its who now people my made "
+    "over did naïve café Straße мир слово 世界 你好 🙂 don't it's def return import self.value x_1 == 3.14 1,000 (see) "
+    "[0] http://a.b/c"
 ).split()
 
 

@@ -395,6 +395,18 @@ def test_who_is_overtaken_adopts_the_others_plan_and_nothing_is_taken_twice(at, 
     assert texts_in(cache) == texts
 
 
+def test_what_dead_builders_left_is_removed_once_nobody_can_be_writing_it(fast_folder, gpt2_like):
+    settings = settings_for(fast_folder / "cache", make_texts(40, words=16), gpt2_like, max_documents=20)
+    cache = update_cache(settings, quiet=True)
+    old, new = (cache.folder / f"chunks/000000/.tmp-{number}" for number in (1, 2))
+    for path in (old, new):
+        path.write_bytes(b"half a chunk")
+    os.utime(old, (time.time() - 2 * 24 * 3600,) * 2)
+    update_cache(dataclasses.replace(settings, max_documents=None), quiet=True)
+    assert not old.exists()
+    assert new.exists()
+
+
 def test_a_spool_that_a_faster_builder_has_removed_is_no_error(fast_folder, gpt2_like):
     settings = settings_for(fast_folder / "cache", make_texts(40, words=16), gpt2_like)
     cache = update_cache(settings, quiet=True)

@@ -36,6 +36,16 @@ def test_importing_is_light(module):
     assert not set(HEAVY) & set(loaded)
 
 
+def test_importing_a_room_loads_no_room_behind_it():
+    modules = [f"packhorse.corpus.{path.stem}" for path in sorted((ROOT / "corpus").glob("[a-z]*.py"))]
+    loaded = run(f"import sys, {', '.join(modules)}; print(*sys.modules)").split()
+    assert not [
+        name for name in loaded if name.startswith(("packhorse.cache", "packhorse.models", "packhorse.training"))
+    ]
+    loaded = run("import sys, packhorse.cache.update, packhorse.cache.worker; print(*sys.modules)").split()
+    assert not [name for name in loaded if name.startswith(("packhorse.models", "packhorse.training"))]
+
+
 def test_importing_the_cache_takes_less_than_half_a_second():
     code = "import time; t = time.process_time(); import packhorse.cache; print(time.process_time() - t)"
     # The best of three, because other processes share the machine.

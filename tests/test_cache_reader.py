@@ -155,6 +155,24 @@ def test_an_index_of_many_pages_reads_the_same(made, build, tmp_path, monkeypatc
     assert np.array_equal(all_tokens(part), expected)
 
 
+@pytest.mark.parametrize("page_chunks", [2, 4_096])
+def test_an_index_that_another_builder_extended_meanwhile_is_not_extended_twice(
+    page_chunks, build, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(snapshot, "PAGE_CHUNKS", page_chunks)
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS[:50])
+    stale = snapshot.Index(build(str(source)).folder)
+    write_jsonl(source, TEXTS[50:], "a")
+    whole = build(str(source))
+    expected = (whole.snapshot.num_chunks, whole.snapshot.digest, whole.snapshot.totals)
+    # The first time with a plan that has become longer as well, unseen.
+    for planned in (stale.num_chunks + 1, whole.snapshot.num_chunks):
+        pickle.loads(pickle.dumps(stale)).extend(planned, lambda record: True)
+        again = snapshot.Snapshot(snapshot.Index(whole.folder))
+        assert (again.num_chunks, again.digest, again.totals) == expected
+    assert np.array_equal(all_tokens(Cache(whole.folder)), all_tokens(whole))
+
+
 def test_a_vocabulary_of_more_than_16_bits_reads_back(build, tmp_path, gpt2_like):
     # Ids of a source of ids may be anything below the vocabulary, so a large one needs only a large added id.
     content = json.loads((gpt2_like / "tokenizer.json").read_text())

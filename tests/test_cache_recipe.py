@@ -95,6 +95,16 @@ def test_a_cache_copied_under_the_name_of_another_is_refused(build, source):
         build(source, packing="concat")
 
 
+def test_what_is_remembered_of_a_tokenizer_is_read_again_when_it_is_damaged(build, source, tmp_path):
+    cache = build(source)
+    (memo,) = (tmp_path / "cache/tokenizers").iterdir()
+    data = memo.read_bytes()
+    for damaged in (b"", data[:-9], data.replace(b'"vocab_size":600', b'"vocab_size":601')):
+        memo.write_bytes(damaged)
+        assert build(source).folder == cache.folder
+        assert memo.read_bytes() == data
+
+
 def test_documents_are_enclosed_as_the_recipe_says(build, source, llama_like):
     for bos, eos in ((True, True), (False, True), (True, False), (None, True)):
         cache = build(source, tokenizer=str(llama_like), add_bos=bos, add_eos=eos)

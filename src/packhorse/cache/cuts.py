@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from packhorse.cache.plan import Range
-from packhorse.corpus.documents import TextFile, file_version, find_cut, open_arrow, open_parquet
+from packhorse.corpus.documents import TextFile, find_cut
+from packhorse.corpus.tables import file_version, open_arrow, open_parquet
 
 
 def cut_ranges(ranges: list[Range], files: dict[int, TextFile], chunk_bytes: int) -> Iterator[list[Range]]:

@@ -10,7 +10,8 @@ from pathlib import Path
 from packhorse.cache import spool, store
 from packhorse.cache.plan import Plan, PlannedFile
 from packhorse.corpus.documents import TextFile
-from packhorse.corpus.sources import Deferred, Document, Files, Source, SourceFile, Stream, probe_file
+from packhorse.corpus.files import SourceFile, probe_file
+from packhorse.corpus.sources import Deferred, Document, Files, Source, Stream
 from packhorse.errors import SourceChangedError
 
 

@@ -14,7 +14,8 @@ from packhorse.cache.locations import Locations, take
 from packhorse.cache.plan import Page, Plan, PlannedFile, Range
 from packhorse.cache.rate import tokens_per_byte, tokens_per_byte_of
 from packhorse.corpus.documents import TextFile, count_rows, file_length, find_row
-from packhorse.corpus.sources import Deferred, Document, Files, Source, SourceFile, Stream, check_column, probe_file
+from packhorse.corpus.files import SourceFile, check_column, probe_file
+from packhorse.corpus.sources import Deferred, Document, Files, Source, Stream
 from packhorse.errors import SourceChangedError, SourceError
 
 STREAM_PARTS = 8

@@ -171,12 +171,14 @@ class Index:
             num_planned: Chunks in the plan.
             trusted: Called with a record; False keeps its chunk, and all behind it, out.
         """
+        # Counted here, not by `self.num_chunks`: another builder may publish longer pages meanwhile.
+        first = self.num_chunks
         fresh = list(self._following(num_planned, trusted))
         while fresh:
-            page, used = divmod(self.num_chunks, PAGE_CHUNKS)
-            rows = self.rows(page) if used else np.empty(0, ROW)
-            before = self.header(page).before if used else self.totals(self.num_chunks)
-            digest = self.digest(self.num_chunks)
+            page, used = divmod(first, PAGE_CHUNKS)
+            rows = self.rows(page)[:used] if used else np.empty(0, ROW)
+            before = self.header(page).before if used else self.totals(first)
+            digest = self.digest(first)
             taken, fresh = fresh[: PAGE_CHUNKS - used], fresh[PAGE_CHUNKS - used :]
             new = np.zeros(len(taken), ROW)
             for row, record in zip(new, taken, strict=True):
@@ -188,6 +190,7 @@ class Index:
                 row["index_sha256"] = np.void(bytes.fromhex(record.index_sha256))
                 row["digest"] = np.void(digest)
             self._publish(page, np.concatenate([rows, new]), before, digest)
+            first += len(taken)
 
     def forget(self) -> None:
         """Remove all pages; they are made again from the records."""
@@ -229,7 +232,7 @@ class Index:
         old = self._paths[page] if page < len(self._paths) else None
         path = self.folder / "index" / f"{first:09d}-{len(rows):04d}.idx"
         store.replace(path, head + struct.pack("<I", zlib.crc32(head)) + data)
-        if old is not None and old != path:
+        if old is not None and old.name < path.name:  # shorter: a longer one is another builder's
             store.remove(old)
         self.reload()
 

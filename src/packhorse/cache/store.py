@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import secrets
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ from packhorse.errors import CacheCorruptionError, StorageFullError, StorageIOEr
 MAX_JSON_BYTES = 256 * 2**20
 """Larger metadata files are refused unread."""
 
+LEFTOVER_SECONDS = 24 * 3600
+"""Temporary files that are older belong to nobody."""
+
+_TEMPORARY = ".tmp-"
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
@@ -114,6 +119,14 @@ def remove(path: Path) -> None:
         os.unlink(path)
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of writers that died: those that are older than any writing takes."""
+    for path in folder.rglob(f"{_TEMPORARY}*"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime < time.time() - LEFTOVER_SECONDS:
+                remove(path)
+
+
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -163,7 +176,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
 def _write_temporary(path: Path, data: bytes | Iterable[bytes]) -> Path:
     # In the same folder as `path`: a rename or link must not cross file systems.
-    temporary = path.parent / f".tmp-{os.getpid()}-{secrets.token_hex(8)}"
+    temporary = path.parent / f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         try:

@@ -134,6 +134,8 @@ class _Update:
         if self.index.num_chunks < self.plan.num_chunks:
             raise CacheError(f"Chunk {self.index.num_chunks} of {self.folder} was not built. Run the command again.")
         self.planner.locations.remove_spools()
+        if built:
+            store.remove_leftovers(self.folder)
         if built or not (self.folder / "metadata.json").exists():
             _write_metadata(self.folder, self.recipe, self.index.num_chunks)
 

@@ -37,7 +37,8 @@ class Packed:
     piece_lengths: np.ndarray
     """uint32 [num_pieces], in the order of the sequences."""
     piece_documents: np.ndarray
-    """uint32 [num_pieces]: the number of the document in the input."""
+    """uint32 [num_pieces]: the number of the document in the input. Its pieces in the order of the sequences are the
+    document, except that `best_fit` may put the rest, its only piece shorter than a sequence, before the others."""
 
     @property
     def num_tokens(self) -> int:

@@ -13,7 +13,6 @@ spooled to files piece by piece. Its documents are texts, or arrays of ids (then
 """
 
 import glob
-import hashlib
 import importlib
 import inspect
 import json
@@ -25,27 +24,13 @@ from typing import Any
 
 import numpy as np
 
-from packhorse.corpus.documents import TextFile, open_arrow, open_parquet, starts_with_bracket
+from packhorse.corpus.files import SourceFile, check_column, find_files, source_file, suffix_of
+from packhorse.corpus.files import columns_of as columns_of
 from packhorse.corpus.sample import SampleCorpus
+from packhorse.corpus.tables import open_arrow
 from packhorse.errors import SourceError
 
-COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
-_KINDS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
-_TEXT_SUFFIXES = (".txt", ".text")
-
 Document = str | np.ndarray | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceFile:
-    """A file of a source, with what identifies its content."""
-
-    file: TextFile
-    packed: str
-    """How it must be unpacked before it can be sought: a suffix like `.gz`, `array` (a JSON array), or nothing."""
-    size: int
-    probe: str
-    """SHA-256 over the size, both ends and some places between: cheap, and another file has another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,18 +99,6 @@ def open_sources(spec: Any, *, text_column: str = "text", sample_by: str = "line
     raise SourceError(f"A source is a path, a name, a mapping, a list of these, or an iterable, not {spec!r}.")
 
 
-def probe_file(path: str | Path, size: int | None = None) -> tuple[int, str]:
-    """Size and probe of a file (see `SourceFile`), or of its first `size` bytes: a few reads, whatever its size."""
-    with open(path, "rb") as stream:
-        size = os.fstat(stream.fileno()).st_size if size is None else size
-        digest = hashlib.sha256(str(size).encode())
-        last = max(size - 65_536, 0)
-        for place in sorted({0, last, *(last * i // 15 for i in range(1, 15))}):
-            stream.seek(place)
-            digest.update(stream.read(min(65_536 if place in (0, last) else 4_096, size - place)))
-    return size, digest.hexdigest()
-
-
 def _may_be_a_name(item: str | os.PathLike | Mapping) -> bool:
     return not isinstance(item, str) or (0 < len(item) < 256 and "\n" not in item and "\0" not in item)
 
@@ -136,13 +109,7 @@ def _looks_like_a_source(item: str | os.PathLike | Mapping, text_column: str) ->
         return ("path" in item or "class_path" in item) and text_column not in item
     text = str(item)
     pattern = glob.has_magic(text) and "/" in text and not any(map(str.isspace, text))
-    return text == "sample" or pattern or bool(_suffix(text)) or Path(text).expanduser().exists()
-
-
-def _suffix(name: str) -> str:
-    path = Path(name)
-    inner = Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
-    return inner if inner in _KINDS or inner in _TEXT_SUFFIXES else ""
+    return text == "sample" or pattern or bool(suffix_of(text)) or Path(text).expanduser().exists()
 
 
 def _named(name: str, column: str, sample_by: str) -> Source:
@@ -150,49 +117,16 @@ def _named(name: str, column: str, sample_by: str) -> Source:
         corpus = SampleCorpus()
         return _from_iterable(corpus, "sample", column)
     path = Path(name).expanduser()
-    if path.is_dir():
-        if (path / "dataset_dict.json").exists():
-            splits = sorted(p.name for p in path.iterdir() if p.is_dir())
-            raise SourceError(f"{name} holds several splits ({', '.join(splits)}): name one, like {name}/{splits[0]}.")
-        paths = [p for p in sorted(path.rglob("*")) if p.is_file() and _suffix(p.name) and not _hidden(p, path)]
-        if (path / "state.json").exists():
-            paths = [p for p in paths if p.suffix == ".arrow"]
-    elif path.is_file():
-        paths = [path]
-    elif glob.has_magic(name):
-        paths = [Path(p) for p in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(p)]
-    elif (
-        name.count("/") == 1 and not name.startswith((".", "~", "/")) and not _suffix(name) and not path.parent.is_dir()
+    if path.exists() or glob.has_magic(name):
+        return Files(key=name, files=find_files(name, column, sample_by))
+    if (
+        name.count("/") == 1
+        and not name.startswith((".", "~", "/"))
+        and not suffix_of(name)
+        and not path.parent.is_dir()
     ):
         return _from_hub({"path": name}, column)
-    else:
-        raise SourceError(f"The source {name} does not exist.\nCheck the path; it is relative to {Path.cwd()}.")
-    if not paths:
-        known = ", ".join([*_KINDS, *_TEXT_SUFFIXES])
-        raise SourceError(f"The source {name} has no file that can be read.\nKnown are {known}, also with .gz or .zst.")
-    return Files(key=name, files=[_source_file(p, column, sample_by) for p in paths])
-
-
-def _hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in path.relative_to(root).parts)
-
-
-def _source_file(path: Path, column: str, sample_by: str) -> SourceFile:
-    suffix = _suffix(path.name)
-    if not suffix:
-        known = ", ".join([*_KINDS, *_TEXT_SUFFIXES])
-        raise SourceError(f"The file {path} is of an unknown kind. Known are {known}, also with .gz or .zst.")
-    kind = _KINDS.get(suffix, sample_by)
-    packed = path.suffix if path.suffix in COMPRESSIONS else ""
-    try:
-        size, probe = probe_file(path)
-        if kind == "jsonl" and not packed:
-            with path.open("rb") as stream:
-                packed = "array" if starts_with_bracket(stream.read(4096)) else ""
-    except OSError as error:
-        raise SourceError(f"The file {path} cannot be read: {error.strerror}.") from None
-    file = TextFile(path=str(path.absolute()), kind=kind, column=column if kind in _KINDS.values() else "")
-    return SourceFile(file=file, packed=packed, size=size, probe=probe)
+    raise SourceError(f"The source {name} does not exist.\nCheck the path; it is relative to {Path.cwd()}.")
 
 
 def check_sources(sources: list[Source]) -> None:
@@ -205,68 +139,6 @@ def check_sources(sources: list[Source]) -> None:
         for file in source.files if isinstance(source, Files) else ():
             if not file.packed:
                 check_column(file.file)
-
-
-def columns_of(file: SourceFile) -> list[str]:
-    """The columns of a table or the keys of the first JSON line; empty for plain text and for packed files."""
-    if file.packed:
-        return []
-    if file.file.kind == "parquet":
-        return open_parquet(file.file.path).schema_arrow.names
-    if file.file.kind == "arrow":
-        return open_arrow(file.file.path).schema.names
-    return (_first_keys(file.file.path) or []) if file.file.kind == "jsonl" else []
-
-
-def check_column(file: TextFile) -> None:
-    """Refuse a file that does not have the column that is asked for.
-
-    Raises:
-        SourceError: with the columns that the file has.
-    """
-    import pyarrow as pa
-
-    if file.kind in ("parquet", "arrow"):
-        schema = open_parquet(file.path).schema_arrow if file.kind == "parquet" else open_arrow(file.path).schema
-        columns = schema.names
-        if file.column in columns:
-            kind = schema.field(file.column).type
-            inner = getattr(kind, "value_type", None)
-            texts = (
-                *(pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view),
-                *(pa.types.is_binary, pa.types.is_large_binary, pa.types.is_null),
-            )
-            if any(is_kind(kind) for is_kind in texts) or (inner is not None and pa.types.is_integer(inner)):
-                return
-            if inner is not None and pa.types.is_string(inner):
-                return  # a dictionary of texts
-            raise SourceError(
-                f"The column {file.column!r} of {file.path} holds {kind}, neither texts nor lists of ids."
-            )
-    elif file.kind == "jsonl":
-        columns = _first_keys(file.path)
-        if columns is None or file.column in columns:
-            return
-    else:
-        return
-    raise SourceError(
-        f"{file.path} has no column {file.column!r}. It has: {', '.join(columns)}.\n"
-        "Set `text_column` to the one that holds the text."
-    )
-
-
-def _first_keys(path: str) -> list[str] | None:
-    with open(path, "rb") as stream:
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise SourceError(f"{path}, line {number} is not valid JSON: {error}.") from None
-                if not isinstance(row, dict):
-                    raise SourceError(f"{path}, line {number} is not a JSON object, but {type(row).__name__}.")
-                return list(row)
-    return None
 
 
 def _from_class(spec: dict[str, Any], column: str) -> Source:
@@ -362,7 +234,7 @@ def _materialise_hub(key: str, arguments: dict[str, Any], column: str) -> Files 
     _check_features(data, column, arguments["path"])
     files = [f["filename"] for f in data.cache_files]
     if files and data._indices is None and sum(open_arrow(f).num_rows for f in files) == data.num_rows:
-        return Files(key=key, files=[_source_file(Path(f), column, "line") for f in files])
+        return Files(key=key, files=[source_file(Path(f), column, "line") for f in files])
     # A slice or a selection: its rows are not simply those of its files.
     rows = data.select_columns([column])
     return Stream(key=key, read=_skipping(lambda: (_document(row, column, key) for row in rows)), fingerprint=key)

@@ -9,7 +9,8 @@ from packhorse.cache.cuts import range_weight
 from packhorse.cache.tokenizers import sample_texts, train_on
 from packhorse.corpus.documents import file_length
 from packhorse.corpus.engines import Reference
-from packhorse.corpus.sources import Deferred, Files, Source, columns_of, open_sources
+from packhorse.corpus.files import columns_of
+from packhorse.corpus.sources import Deferred, Files, Source, open_sources
 from packhorse.corpus.tokenizer import TokenizerContent, locate_tokenizer, read_tokenizer
 from packhorse.errors import CacheIncompleteError, TokenizerError
 from packhorse.models import InfiniLlamaForCausalLM

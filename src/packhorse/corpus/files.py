@@ -1,0 +1,161 @@
+"""A path -> the files of a source, each with what identifies its content."""
+
+import glob
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from packhorse.corpus.documents import TextFile, starts_with_bracket
+from packhorse.corpus.tables import open_arrow, open_parquet
+from packhorse.errors import SourceError
+
+COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
+_KINDS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
+_TEXT_SUFFIXES = (".txt", ".text")
+_KNOWN = ", ".join([*_KINDS, *_TEXT_SUFFIXES])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """A file of a source, with what identifies its content."""
+
+    file: TextFile
+    packed: str
+    """How it must be unpacked before it can be sought: a suffix like `.gz`, `array` (a JSON array), or nothing."""
+    size: int
+    probe: str
+    """SHA-256 over the size, both ends and some places between: cheap, and another file has another one."""
+
+
+def find_files(name: str, column: str, sample_by: str) -> list[SourceFile]:
+    """The files of a folder, a glob, or a single one, in the order of their names.
+
+    Raises:
+        SourceError: there is none that can be read.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if (path / "dataset_dict.json").exists():
+            splits = sorted(p.name for p in path.iterdir() if p.is_dir())
+            raise SourceError(f"{name} holds several splits ({', '.join(splits)}): name one, like {name}/{splits[0]}.")
+        paths = [p for p in sorted(path.rglob("*")) if p.is_file() and suffix_of(p.name) and not _hidden(p, path)]
+        if (path / "state.json").exists():  # a data set that `datasets` saved, with its description in JSON
+            paths = [p for p in paths if p.suffix == ".arrow"]
+    elif path.is_file():
+        paths = [path]
+    else:
+        paths = [Path(p) for p in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(p)]
+    if not paths:
+        raise SourceError(
+            f"The source {name} has no file that can be read.\nKnown are {_KNOWN}, also with .gz or .zst."
+        )
+    return [source_file(p, column, sample_by) for p in paths]
+
+
+def source_file(path: Path, column: str, sample_by: str) -> SourceFile:
+    """A file, probed.
+
+    Raises:
+        SourceError: it cannot be read, or is of an unknown kind.
+    """
+    suffix = suffix_of(path.name)
+    if not suffix:
+        raise SourceError(f"The file {path} is of an unknown kind. Known are {_KNOWN}, also with .gz or .zst.")
+    kind = _KINDS.get(suffix, sample_by)
+    packed = path.suffix if path.suffix in COMPRESSIONS else ""
+    try:
+        size, probe = probe_file(path)
+        if kind == "jsonl" and not packed:
+            with path.open("rb") as stream:
+                packed = "array" if starts_with_bracket(stream.read(4096)) else ""
+    except OSError as error:
+        raise SourceError(f"The file {path} cannot be read: {error.strerror}.") from None
+    file = TextFile(path=str(path.absolute()), kind=kind, column=column if kind in _KINDS.values() else "")
+    return SourceFile(file=file, packed=packed, size=size, probe=probe)
+
+
+def probe_file(path: str | Path, size: int | None = None) -> tuple[int, str]:
+    """Size and probe of a file (see `SourceFile`), or of its first `size` bytes: a few reads, whatever its size."""
+    with open(path, "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size if size is None else size
+        digest = hashlib.sha256(str(size).encode())
+        last = max(size - 65_536, 0)
+        for place in sorted({0, last, *(last * i // 15 for i in range(1, 15))}):
+            stream.seek(place)
+            digest.update(stream.read(min(65_536 if place in (0, last) else 4_096, size - place)))
+    return size, digest.hexdigest()
+
+
+def suffix_of(name: str) -> str:
+    """What says how a file is read, as in `a.jsonl.gz`; empty when it is not known."""
+    path = Path(name)
+    inner = Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
+    return inner if inner in _KINDS or inner in _TEXT_SUFFIXES else ""
+
+
+def columns_of(file: SourceFile) -> list[str]:
+    """The columns of a table or the keys of the first JSON line; empty for plain text and for packed files."""
+    if file.packed:
+        return []
+    if file.file.kind == "parquet":
+        return open_parquet(file.file.path).schema_arrow.names
+    if file.file.kind == "arrow":
+        return open_arrow(file.file.path).schema.names
+    return (_first_keys(file.file.path) or []) if file.file.kind == "jsonl" else []
+
+
+def check_column(file: TextFile) -> None:
+    """Refuse a file that does not have the column that is asked for.
+
+    Raises:
+        SourceError: with the columns that the file has.
+    """
+    import pyarrow as pa
+
+    if file.kind in ("parquet", "arrow"):
+        schema = open_parquet(file.path).schema_arrow if file.kind == "parquet" else open_arrow(file.path).schema
+        columns = schema.names
+        if file.column in columns:
+            kind = schema.field(file.column).type
+            inner = getattr(kind, "value_type", None)
+            texts = (
+                *(pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view),
+                *(pa.types.is_binary, pa.types.is_large_binary, pa.types.is_null),
+            )
+            if any(is_kind(kind) for is_kind in texts) or (inner is not None and pa.types.is_integer(inner)):
+                return
+            if inner is not None and pa.types.is_string(inner):
+                return  # a dictionary of texts
+            raise SourceError(
+                f"The column {file.column!r} of {file.path} holds {kind}, neither texts nor lists of ids."
+            )
+    elif file.kind == "jsonl":
+        columns = _first_keys(file.path)
+        if columns is None or file.column in columns:
+            return
+    else:
+        return
+    raise SourceError(
+        f"{file.path} has no column {file.column!r}. It has: {', '.join(columns)}.\n"
+        "Set `text_column` to the one that holds the text."
+    )
+
+
+def _hidden(path: Path, root: Path) -> bool:
+    return any(part.startswith((".", "_")) for part in path.relative_to(root).parts)
+
+
+def _first_keys(path: str) -> list[str] | None:
+    with open(path, "rb") as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise SourceError(f"{path}, line {number} is not valid JSON: {error}.") from None
+                if not isinstance(row, dict):
+                    raise SourceError(f"{path}, line {number} is not a JSON object, but {type(row).__name__}.")
+                return list(row)
+    return None
