@@ -7,9 +7,9 @@ whole     A user types the command. Both sides are a subprocess with all of its 
           `packhorse cache build`, there `peer_datasets.py`.
 
 steady    A long job, start-up on neither side. At least 300 MB of text in which rare words do not come back (see
-          `varied_text.py`), 16 chunks or more. Here: every worker first builds a chunk of its own; when the last of
-          these is committed, the next job is handed out and the clock starts; it stops with the last commit. Reading,
-          packing, LZ4, SHA-256, fsync and the wait for the slowest worker are in it. There: the two maps and
+          `varied_text.py`), 16 chunks or more. Here: the clock starts when the first chunk is committed and stops with the
+          last commit; the first chunk of every worker is not counted. Reading, packing, LZ4, SHA-256, fsync and the
+          wait for the slowest worker are in it. There: the two maps and
           `torch.save` on a slice of the same text (the whole would take minutes), after both maps ran on a few
           documents; what they cost on a few documents (starting processes) is subtracted, and loading the file into
           `datasets` is left out, so the peer is measured at its best.
@@ -37,7 +37,6 @@ from report import median, print_header, print_result
 from varied_text import vary
 
 from packhorse.cache import CacheSettings, CacheSummary, update, update_cache
-from packhorse.cache.record import record_path
 from packhorse.corpus.documents import Skipped, file_length, read_documents
 from packhorse.corpus.sample import SampleCorpus
 from packhorse.corpus.sources import Files, open_sources
@@ -195,42 +194,29 @@ def time_steady_build(options: argparse.Namespace, source: Path, folder: Path) -
         cache_dir=str(folder / "cache"),
         workers=options.workers,
     )
-    records = []
-    begin: list[float] = []
-    end = 0.0
-    plain_run_jobs = update.run_jobs
+    arrivals: list[tuple[float, int]] = []
 
-    def timed_run_jobs(jobs: Iterable, workers: int, cache_folder: Path, *rest) -> None:
-        *between, on_record = rest
+    class TimedWorkers(update.Workers):
+        def run(self, *arguments) -> None:
+            *between, on_record = arguments
 
-        def timed_jobs() -> Iterator:
-            warm_up: list[int] = []
-            for job in jobs:
-                if len(warm_up) == workers and not begin:
-                    # Each worker has had one chunk. Records appear on disk when they are committed.
-                    while not all(record_path(cache_folder, chunk).exists() for chunk in warm_up):
-                        time.sleep(0.001)
-                    begin.append(time.perf_counter())
-                warm_up += [job.chunk] if len(warm_up) < workers else []
-                yield job
+            def note(record) -> None:
+                arrivals.append((time.perf_counter(), record.text_bytes))
+                on_record(record)
 
-        def note(record) -> None:
-            nonlocal end
-            end = time.perf_counter()
-            records.append(record)
-            on_record(record)
+            super().run(*between, note)
 
-        plain_run_jobs(timed_jobs(), workers, cache_folder, *between, note)
-
-    update.run_jobs = timed_run_jobs
+    plain, update.Workers = update.Workers, TimedWorkers
     try:
         cache = update_cache(settings, quiet=True)
     finally:
-        update.run_jobs = plain_run_jobs
-    timed = [record for record in records if record.chunk >= options.workers]
+        update.Workers = plain
+    # The clock starts when the first chunk is committed. The first chunk of every worker is not counted, though some
+    # of them are still being built then: that is to our disadvantage.
+    timed = arrivals[options.workers :]
     if len(timed) < MIN_CHUNKS:
         raise SystemExit(f"Only {len(timed)} chunks were timed, {MIN_CHUNKS} are needed: raise --megabytes.")
-    return cache.summary, sum(record.text_bytes for record in timed) / (end - begin[0])
+    return cache.summary, sum(size for _, size in timed) / (arrivals[-1][0] - arrivals[0][0])
 
 
 def check_same_tokens(ours: int, peer: dict, sequence_length: int) -> None:

@@ -104,7 +104,7 @@ def lie_about(monkeypatch, on: str, every: int) -> None:
                     ids[ends[i] - 1] ^= 1
             return ids, ends
 
-    monkeypatch.setattr(engines, "Fastokens", Lying)
+    monkeypatch.setattr(engines, "load_fastokens", Lying)
     monkeypatch.setattr(engines, "SAMPLE_EVERY", every)
 
 

@@ -75,7 +75,7 @@ def lying(on: str):
 
 
 def test_an_engine_that_is_wrong_on_a_probe_is_not_used_and_that_is_said(gpt2_like, monkeypatch):
-    monkeypatch.setattr(engines, "Fastokens", lying("Привет"))
+    monkeypatch.setattr(engines, "load_fastokens", lying("Привет"))
     name, message = choose_engine("auto", read_tokenizer(gpt2_like).json, True, [])
     assert name == "hf"
     assert "other ids than the reference" in message
@@ -83,7 +83,7 @@ def test_an_engine_that_is_wrong_on_a_probe_is_not_used_and_that_is_said(gpt2_li
 
 
 def test_an_engine_that_is_wrong_on_a_real_document_is_not_used(gpt2_like, monkeypatch):
-    monkeypatch.setattr(engines, "Fastokens", lying("only here"))
+    monkeypatch.setattr(engines, "load_fastokens", lying("only here"))
     text = read_tokenizer(gpt2_like).json
     assert choose_engine("auto", text, True, ["fine"])[0] == "fastokens"
     assert choose_engine("auto", text, True, ["fine", "only here"])[0] == "hf"
@@ -94,14 +94,14 @@ def test_an_engine_that_cannot_read_the_tokenizer_is_not_used(gpt2_like, monkeyp
     def fail(*_):
         raise problem
 
-    monkeypatch.setattr(engines, "Fastokens", fail)
+    monkeypatch.setattr(engines, "load_fastokens", fail)
     name, message = choose_engine("auto", read_tokenizer(gpt2_like).json, True, [])
     assert name == "hf"
     assert str(problem) in message
 
 
 def test_an_engine_asked_for_by_name_is_not_silently_replaced(gpt2_like, monkeypatch):
-    monkeypatch.setattr(engines, "Fastokens", lying("Hello"))
+    monkeypatch.setattr(engines, "load_fastokens", lying("Hello"))
     with pytest.raises(TokenizerError, match="engine: auto"):
         choose_engine("fastokens", read_tokenizer(gpt2_like).json, True, [])
 

@@ -127,13 +127,17 @@ class Builder:
         Returns:
             The record that counts (see `record.commit`).
         """
+        return self.make(job, progress)()
+
+    def make(self, job: Job, progress: Progress | None = None) -> Callable[[], Record]:
+        """Build a chunk; calling what is returned commits it, while the next one may already be built."""
         start = time.monotonic()
         try:
             built = build_chunk(self.recipe, job, self.engine, self.compression, progress)
         except SourceError:
             # Another builder that was faster may have removed the spool.
             if record_path(self.folder, job.chunk).exists():
-                return read_record(self.folder, job.chunk)
+                return lambda: read_record(self.folder, job.chunk)
             raise
         record = Record(
             recipe=self.recipe.digest,
@@ -160,7 +164,7 @@ class Builder:
             codec=f"lz4 {_lz4_version()} {self.compression}" if self.compression != "none" else "none",
             packhorse=packhorse.__version__,
         )
-        return commit(self.folder, record, built.encoded.parts)
+        return lambda: commit(self.folder, record, built.encoded.parts)
 
 
 def _documents(job: Job, skipped: Skipped) -> Iterator[Documents]:
@@ -184,8 +188,9 @@ def _join(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
 
 def _pack_side(recipe: Recipe, ids: np.ndarray, lengths: np.ndarray, mask: np.ndarray) -> tuple[Packed, int]:
     """Pack the documents of one side; their numbers stay those in the chunk."""
-    own = ids if mask.all() else ids[np.repeat(mask, lengths)]
-    packed = pack(recipe.packing, own, np.cumsum(lengths[mask]), recipe.sequence_length, recipe.pad_id)
+    ends = np.cumsum(lengths)
+    starts = (ends - lengths)[mask]
+    packed = pack(recipe.packing, ids, ends[mask], recipe.sequence_length, recipe.pad_id, starts)
     pieces = np.bincount(packed.piece_documents, minlength=1)
     numbers = np.flatnonzero(mask).astype(np.uint32)
     packed = Packed(

@@ -22,14 +22,13 @@ OTHER_GROUPS = ("trainer", "model", "checkpoint", "seed_everything", "ckpt_path"
 
 def run_cache_command(arguments: list[str]) -> int:
     """Run a verb; the result is the exit status."""
-    parser, verbs = ArgumentParser(prog="packhorse cache", description=__doc__), {}
-    subcommands = parser.add_subcommands(dest="verb")
-    for name, (function, description) in VERBS.items():
-        verbs[name] = function
-        subcommands.add_subcommand(name, make_parser(description))
-    config = parser.parse_args(arguments)
-    options = config[config.verb]
-    return verbs[config.verb](read_settings(options), options.json)
+    if not arguments or arguments[0] not in VERBS:
+        lines = [f"  {name:9} {description}" for name, (_, description) in VERBS.items()]
+        print("packhorse cache VERB --config X.yaml\n\n" + "\n".join(lines))
+        return 0 if arguments[:1] in ([], ["-h"], ["--help"]) else 2
+    run, description = VERBS[arguments[0]]
+    options = make_parser(description).parse_args(arguments[1:])
+    return run(read_settings(options), options.json)
 
 
 def make_parser(description: str) -> ArgumentParser:

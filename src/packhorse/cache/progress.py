@@ -15,9 +15,14 @@ def say(text: str) -> None:
 
 
 class BuildProgress:
-    """Counts what builders report."""
+    """Counts what builders report, and shows it.
 
-    def __init__(self) -> None:
+    Args:
+        quiet: Only count.
+    """
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet
         self.chunks_done = self.chunks_total = 0
         self.bytes_total = 0
         self.documents = self.tokens = self.text_bytes = 0
@@ -50,7 +55,7 @@ class BuildProgress:
     def shown(self) -> Iterator[None]:
         """Show progress while the block runs."""
         self._start = self._last_line = time.monotonic()
-        if not sys.stderr.isatty():
+        if self.quiet or not sys.stderr.isatty():
             yield
             return
         from rich.console import Console
@@ -70,14 +75,18 @@ class BuildProgress:
         if self._bar is not None:
             total = max(self.bytes_total, self.text_bytes)
             self._bar.update(self._task, description=str(self), completed=self.text_bytes, total=total)
-        elif time.monotonic() - self._last_line >= LINE_SECONDS:
+        elif not self.quiet and time.monotonic() - self._last_line >= LINE_SECONDS:
             self._last_line = time.monotonic()
             say(f"building the cache: {self}")
 
-    def __str__(self) -> str:
-        rate = self.text_bytes / self.seconds
-        left = max(self.bytes_total - self.text_bytes, 0) / max(rate, 1)
+    def rates(self) -> str:
+        """Per second, since the first job."""
+        seconds = self.seconds
         return (
-            f"{self.chunks_done}/{self.chunks_total} chunks, {self.documents / self.seconds:,.0f} documents/s, "
-            f"{self.tokens / self.seconds / 1e6:.2f} M tokens/s, {rate / 1e6:.1f} MB/s, {left:,.0f} s left"
+            f"{self.documents / seconds:,.0f} documents/s, {self.tokens / seconds / 1e6:.2f} M tokens/s, "
+            f"{self.text_bytes / seconds / 1e6:.1f} MB/s"
         )
+
+    def __str__(self) -> str:
+        left = max(self.bytes_total - self.text_bytes, 0) * self.seconds / max(self.text_bytes, 1)
+        return f"{self.chunks_done}/{self.chunks_total} chunks, {self.rates()}, {left:,.0f} s left"

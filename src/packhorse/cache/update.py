@@ -25,11 +25,14 @@ from packhorse.cache.record import Record, chunk_files, chunk_path, committed_ch
 from packhorse.cache.settings import CacheSettings
 from packhorse.cache.snapshot import Index, Snapshot
 from packhorse.cache.tokenizers import resolve_tokenizer
-from packhorse.cache.workers import run_jobs, usable_cores
+from packhorse.cache.workers import Workers, usable_cores
 from packhorse.corpus.engines import choose_engine, make_engine
-from packhorse.corpus.sources import Source, check_sources, open_sources
+from packhorse.corpus.sources import Files, Source, check_sources, open_sources
 from packhorse.corpus.tokenizer import locate_tokenizer, read_tokenizer
 from packhorse.errors import CacheCorruptionError, CacheError, EngineMismatch, SourceError
+
+EARLY_BYTES = 16 * 2**20
+"""With more than this to build for sure, workers are started before the plan is made."""
 
 
 def build_cache(source: Any, *, tokenizer: str | None = None, **settings: Any) -> Cache:
@@ -84,7 +87,8 @@ def update_cache(settings: CacheSettings, quiet: bool = False) -> Cache:
         check_sources(sources)
         content = content or read_tokenizer(locate_tokenizer(str(settings.tokenizer)))
         create(folder, recipe, content, str(settings.tokenizer))
-    _Update(settings, recipe, folder, sources, tell).run()
+    with _Update(settings, recipe, folder, sources, tell) as update:
+        update.run()
     cache = Cache(folder)
     if not cache.num_sequences("train"):
         raise SourceError(
@@ -110,9 +114,19 @@ class _Update:
             max_documents=settings.max_documents,
         )
         self.engine: str | None = None
-        self.progress = BuildProgress()
+        self.progress = BuildProgress(quiet=tell is not say)
         self._counter = None
         self._waiting: dict[int, int] = {}  # file number -> chunks that still need it
+        self._workers: Workers | None = None
+        size = sum(file.size for source in sources if isinstance(source, Files) for file in source.files)
+        if not self.plan.pages and size > EARLY_BYTES:
+            self._start_workers(many=True).prepare(folder, recipe.split_special_tokens)
+
+    def __enter__(self) -> "_Update":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stop_workers()
 
     def run(self) -> None:
         """Build what is missing."""
@@ -130,7 +144,7 @@ class _Update:
             self.index.forget()
         self.index.extend(self.plan.num_chunks, self._trusted)
         if built:
-            self.tell(f"{len(built)}/{len(built)} chunks built in {self.progress.seconds:.1f} s: {self.progress}")
+            self.tell(f"{len(built)} chunks built in {self.progress.seconds:.1f} s: {self.progress.rates()}")
         if self.index.num_chunks < self.plan.num_chunks:
             raise CacheError(f"Chunk {self.index.num_chunks} of {self.folder} was not built. Run the command again.")
         self.planner.locations.remove_spools()
@@ -144,10 +158,7 @@ class _Update:
         first = list(itertools.islice(jobs, 2))
         if not first:
             return []
-        workers = self.settings.workers
-        if workers == "auto":
-            # A single chunk is built faster here than a process starts.
-            workers = len(usable_cores()) if len(first) > 1 else 0
+        workers = self._workers or self._start_workers(many=len(first) > 1)
         built: list[Record] = []
 
         def on_record(record: Record) -> None:
@@ -156,16 +167,28 @@ class _Update:
             self._release(record)
 
         with self.progress.shown():
-            run_jobs(
+            workers.run(
                 itertools.chain(first, jobs),
-                workers,
                 self.folder,
                 self._engine([]),
                 self.settings.compression,
-                self.progress.add if self.tell is say else lambda *_: None,
+                self.progress.add,
                 on_record,
             )
         return built
+
+    def _start_workers(self, many: bool) -> Workers:
+        number = self.settings.workers
+        if number == "auto":
+            # A single chunk is built faster here than a process starts.
+            number = len(usable_cores()) if many else 0
+        self._workers = Workers(number)
+        return self._workers
+
+    def _stop_workers(self) -> None:
+        if self._workers is not None:
+            self._workers.__exit__()
+            self._workers = None
 
     def _jobs(self) -> Iterator[Job]:
         """The chunks that are missing, planned ones first."""
@@ -277,9 +300,10 @@ class _Update:
         value = {"engine": error.engine, "text": error.text.encode("utf-8", "surrogatepass").hex()}
         store.publish(self.folder / "suspects" / f"{name}.json", store.seal(value))
         self.engine, self._counter = "hf", None
+        self._stop_workers()
         if self._is_suspect_index():
             self.index.forget()
-        self.progress = BuildProgress()
+        self.progress = BuildProgress(quiet=self.tell is not say)
         self._waiting.clear()
         self.tell(
             f"{error}\nThe document is kept in {self.folder / 'suspects'}. All chunks of that engine are built again "

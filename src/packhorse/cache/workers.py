@@ -40,76 +40,85 @@ def usable_cores() -> list[int]:
     return cores[: max(1, int(_quota(len(cores))))]
 
 
-def run_jobs(
-    jobs: Iterable[Any],
-    num_workers: int,
-    folder: Path,
-    engine: str,
-    compression: str,
-    on_progress: OnProgress,
-    on_record: Callable[[Any], None],
-) -> None:
-    """Build chunks with worker processes, or in this process when `num_workers` is 0.
+class Workers:
+    """Processes that build chunks, or this process if there are to be none.
+
+    They begin to import what they need as soon as the pool exists, while the caller is still planning.
 
     Args:
-        jobs: `build.Job`s; taken one at a time, when a worker is free.
-        num_workers: How many processes.
-        folder: The cache.
-        engine: What tokenizes.
-        compression: How hard LZ4 works.
-        on_progress: Called with (documents, tokens, bytes of text) while chunks are made.
-        on_record: Called with each committed record.
-
-    Raises:
-        PackhorseError: what went wrong in a worker. Chunks that were committed stay.
+        num_workers: How many processes; 0 builds in this one.
     """
-    if num_workers == 0:
-        from packhorse.cache.build import Builder
 
-        builder = None
-        for job in jobs:
-            builder = builder or Builder(folder, engine, compression)
-            on_record(builder.build(job, on_progress))
-        return
-    _Pool(num_workers, folder, engine, compression).run(iter(jobs), on_progress, on_record)
-
-
-class _Pool:
-    def __init__(self, num_workers: int, folder: Path, engine: str, compression: str) -> None:
+    def __init__(self, num_workers: int) -> None:
         cores = usable_cores()
         self._messages: queue.Queue = queue.Queue()
-        self._workers = [
-            _start(cores[i % len(cores)], folder, engine, compression, i, self._messages) for i in range(num_workers)
-        ]
+        self._workers = [_start(cores[i % len(cores)], i, self._messages) for i in range(num_workers)]
 
-    def run(self, jobs, on_progress: OnProgress, on_record: Callable[[Any], None]) -> None:
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_) -> None:
+        # Whoever is idle has nothing to lose; whoever is not leaves a temporary file.
+        for worker in self._workers:
+            worker.kill()
+        for worker in self._workers:
+            worker.wait()
+
+    def prepare(self, folder: Path, split_special_tokens: bool) -> None:
+        """Let the workers load the tokenizer of a cache that they will be asked to build."""
+        for worker in self._workers:
+            _send(worker, {"folder": str(folder), "split_special_tokens": split_special_tokens})
+
+    def run(
+        self,
+        jobs: Iterable[Any],
+        folder: Path,
+        engine: str,
+        compression: str,
+        on_progress: OnProgress,
+        on_record: Callable[[Any], None],
+    ) -> None:
+        """Build chunks.
+
+        Args:
+            jobs: `build.Job`s; taken when a worker is about to be free.
+            folder: The cache.
+            engine: What tokenizes.
+            compression: How hard LZ4 works.
+            on_progress: Called with (documents, tokens, bytes of text) while chunks are made.
+            on_record: Called with each committed record.
+
+        Raises:
+            PackhorseError: what went wrong in a worker. Chunks that were committed stay.
+        """
+        from packhorse.cache.build import Builder
         from packhorse.cache.record import Record
 
+        if not self._workers:
+            builder = None
+            for job in jobs:
+                builder = builder or Builder(folder, engine, compression)
+                on_record(builder.build(job, on_progress))
+            return
+        setting = {"folder": str(folder), "engine": engine, "compression": compression}
+        messages = ({**setting, "job": asdict(job)} for job in jobs)
         running = 0
-        try:
-            for worker in self._workers:
-                running += _send(worker, jobs)
-            while running:
-                number, message = self._messages.get()
-                if "progress" in message:
-                    on_progress(*message["progress"])
-                elif "record" in message:
-                    record = message["record"]
-                    on_record(Record(**{**record, "ranges": [tuple(r) for r in record["ranges"]]}))
-                    running += _send(self._workers[number], jobs) - 1
-                else:
-                    raise _error(message)
-        finally:
-            for worker in self._workers:
-                with suppress(OSError):
-                    worker.stdin.close()
-                if running:
-                    worker.terminate()
-            for worker in self._workers:
-                worker.wait()
+        # Two at a time: one is built while the one before is written to the disk.
+        for worker in self._workers * 2:
+            running += _send(worker, next(messages, None))
+        while running:
+            number, message = self._messages.get()
+            if "progress" in message:
+                on_progress(*message["progress"])
+            elif "record" in message:
+                record = message["record"]
+                on_record(Record(**{**record, "ranges": [tuple(r) for r in record["ranges"]]}))
+                running += _send(self._workers[number], next(messages, None)) - 1
+            else:
+                raise _error(message)
 
 
-def _start(core: int, folder: Path, engine: str, compression: str, number: int, messages: queue.Queue):
+def _start(core: int, number: int, messages: queue.Queue) -> subprocess.Popen:
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
@@ -119,7 +128,7 @@ def _start(core: int, folder: Path, engine: str, compression: str, number: int, 
         "MKL_NUM_THREADS": "1",
     }
     worker = subprocess.Popen(
-        [sys.executable, "-m", "packhorse.cache.worker", str(core), str(folder), engine or "ids", compression],
+        [sys.executable, "-m", "packhorse.cache.worker", str(core)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,
@@ -137,13 +146,12 @@ def _listen(number: int, worker: subprocess.Popen, messages: queue.Queue) -> Non
     messages.put((number, {"died": worker.wait()}))
 
 
-def _send(worker: subprocess.Popen, jobs) -> int:
-    """Give a worker the next job; 1 if there was one."""
-    job = next(jobs, None)
-    if job is None:
+def _send(worker: subprocess.Popen, message: dict[str, Any] | None) -> int:
+    """Send a message; 1 if there was one."""
+    if message is None:
         return 0
     with suppress(BrokenPipeError):  # its last words are in the queue
-        worker.stdin.write(json.dumps(asdict(job)) + "\n")
+        worker.stdin.write(json.dumps(message) + "\n")
         worker.stdin.flush()
     return 1
 

@@ -9,6 +9,7 @@ documents before work starts, and `Verified` compares one document in 2,000 whil
 import hashlib
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
@@ -157,14 +158,14 @@ def choose_engine(
         return "hf", None
     texts = [*PROBES, *documents]
     try:
-        got, got_ends = Fastokens(tokenizer_json, split_special_tokens).encode(texts)
+        got, got_ends = load_fastokens(tokenizer_json, split_special_tokens).encode(texts)
     except (PackageNotFoundError, ImportError) as error:
         problem = f"it is not installed ({error})"
     except Exception as error:
         # Whatever an engine does not like about a tokenizer: the reference reads them all.
         problem = f"it cannot use this tokenizer ({type(error).__name__}: {str(error)[:200]})"
     else:
-        want, want_ends = Reference(tokenizer_json, split_special_tokens).encode(texts)
+        want, want_ends = load_reference(tokenizer_json, split_special_tokens).encode(texts)
         if np.array_equal(got_ends, want_ends) and np.array_equal(got, want):
             return "fastokens", None
         starts, want_starts = np.r_[0, got_ends[:-1]], np.r_[0, want_ends[:-1]]
@@ -186,8 +187,20 @@ def make_engine(name: str, tokenizer_json: str, split_special_tokens: bool, fold
     if name == "hf":
         # One worker is one core: threads of its own would only disturb its neighbours.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    reference = Reference(tokenizer_json, split_special_tokens)
-    return reference if name == "hf" else Verified(Fastokens(tokenizer_json, split_special_tokens), reference)
+    reference = load_reference(tokenizer_json, split_special_tokens)
+    return reference if name == "hf" else Verified(load_fastokens(tokenizer_json, split_special_tokens), reference)
+
+
+@lru_cache(maxsize=1)
+def load_reference(tokenizer_json: str, split_special_tokens: bool) -> Reference:
+    """The reference; loading takes a while, so the last one is kept."""
+    return Reference(tokenizer_json, split_special_tokens)
+
+
+@lru_cache(maxsize=1)
+def load_fastokens(tokenizer_json: str, split_special_tokens: bool) -> Fastokens:
+    """The fast engine, the last one kept."""
+    return Fastokens(tokenizer_json, split_special_tokens)
 
 
 def probe_digest(engine: Engine) -> str:

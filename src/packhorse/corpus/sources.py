@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 
 from packhorse.corpus.files import SourceFile, check_column, find_files, source_file, suffix_of
-from packhorse.corpus.files import columns_of as columns_of
 from packhorse.corpus.sample import SampleCorpus
 from packhorse.corpus.tables import open_arrow
 from packhorse.errors import SourceError

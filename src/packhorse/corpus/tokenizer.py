@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from packhorse.corpus.engines import Reference, Slow, probe_digest
+from packhorse.corpus.engines import Slow, load_reference, probe_digest
 from packhorse.errors import TokenizerError
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -102,7 +102,7 @@ def read_tokenizer(path: Path) -> TokenizerContent:
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if path.is_dir() and (path / name).exists():
             config |= _parse(_read(path / name), path / name)
-    return _fast(_parse(text, file), config, str(path))
+    return _fast(_parse(text, file), config, str(path), text)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TokenizerContent:
@@ -125,7 +125,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TokenizerContent:
     return _fast(json.loads(tokenizer.to_str()), {"eos_token": "<|endoftext|>"}, "the trained tokenizer")
 
 
-def _fast(content: dict[str, Any], config: dict[str, Any], where: str) -> TokenizerContent:
+def _fast(content: dict[str, Any], config: dict[str, Any], where: str, text: str | None = None) -> TokenizerContent:
     model = content.get("model")
     if not isinstance(model, dict) or not model.get("vocab"):
         raise TokenizerError(f"{where} is not a tokenizer: it has no vocabulary.")
@@ -134,10 +134,11 @@ def _fast(content: dict[str, Any], config: dict[str, Any], where: str) -> Tokeni
             f"The tokenizer {where} uses BPE dropout ({model['dropout']}): it would give other ids every time.\n"
             'Set "dropout" to null in its tokenizer.json.'
         )
-    content = {**content, "truncation": None, "padding": None}
-    text = json.dumps(content, ensure_ascii=False)
+    if text is None or content.get("truncation") or content.get("padding"):
+        content = {**content, "truncation": None, "padding": None}
+        text = json.dumps(content, ensure_ascii=False)
     try:
-        engine = Reference(text, split_special_tokens=True)
+        engine = load_reference(text, True)
     except Exception as error:  # `tokenizers` raises plain Exception
         raise TokenizerError(f"The tokenizer {where} cannot be loaded: {error}") from None
     tokenizer = engine._tokenizer

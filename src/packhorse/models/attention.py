@@ -78,7 +78,8 @@ class InfiniAttentionMixin:
                 segments.split(query_NSHK)[1],
                 segments.previous(key_NSGK),
                 segments.previous(value_NSGK),
-                segments.running_sum,
+                segments,
+                settings.memory_update,
                 settings.memory_eps,
             ).transpose(1, 2)
 
@@ -125,4 +126,6 @@ def choose_backend(settings: InfiniAttentionConfig, segments: Segments, row_leng
     """
     if settings.backend != "auto":
         return settings.backend
+    if settings.memory_update == "delta":
+        return "scan"
     return "attention" if 4 * row_length * segments.width <= head_size**2 else "scan"

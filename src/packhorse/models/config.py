@@ -13,7 +13,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 BalanceInit = Literal["zeros", "randn", "constant"]
 BalanceAct = Literal["orig_sigmoid", "hard_sigmoid", "orig_tanh", "tanh_abs"]
 FirstSegment = Literal["bypass", "gated"]
-MemoryUpdate = Literal["linear"]
+MemoryUpdate = Literal["linear", "delta"]
 Backend = Literal["auto", "loop", "scan", "attention"]
 
 
@@ -43,10 +43,11 @@ class InfiniAttentionConfig:
     """Added to the normaliser of a read, so that keys which are all zero give zero and not NaN."""
 
     memory_update: MemoryUpdate = "linear"
-    """How a segment is written: `linear` adds it (equation 8)."""
+    """How a segment is written: `linear` adds its values (equation 8), `delta` what they add to what the memory already
+    answers for their keys (equation 9)."""
 
     backend: Backend = "auto"
-    """Same values, other speed: `scan` over segments, masked `attention`, literal `loop`; `auto` picks by shape."""
+    """Same values, other speed: `scan` over segments, masked `attention` (linear only), literal `loop`; `auto` picks."""
 
     def __post_init__(self) -> None:
         if self.segment_length < 1:
@@ -57,6 +58,11 @@ class InfiniAttentionConfig:
             allowed, value = get_args(field.type), getattr(self, field.name)
             if allowed and value not in allowed:
                 raise ValueError(f"{field.name} must be one of {', '.join(allowed)}; got {value!r}.")
+        if self.backend == "attention" and self.memory_update == "delta":
+            raise ValueError(
+                "backend 'attention' weighs every past token by itself, but with memory_update 'delta' what a segment "
+                "writes depends on what stood before. Set backend: auto, or memory_update: linear."
+            )
         if self.balance_init_value != 0.0 and self.balance_init_type != "constant":
             raise ValueError(
                 f"balance_init_value is {self.balance_init_value}, but balance_init_type {self.balance_init_type!r} "

@@ -48,7 +48,10 @@ def attend_by_loop(
                         else:
                             answer = retrieve(feature_map(query_1HSK.to(wide)), memory, normalizer, settings.memory_eps)
                         mixed = _mix(local.to(wide), answer, gate_H, settings, is_first=memory is None)
-                        added, added_normalizer = write(feature_map(key_1HSK.to(wide)), value_1HSK.to(wide))
+                        key_feature, value = feature_map(key_1HSK.to(wide)), value_1HSK.to(wide)
+                        if settings.memory_update == "delta" and memory is not None:
+                            value = value - retrieve(key_feature, memory, normalizer, settings.memory_eps)
+                        added, added_normalizer = write(key_feature, value)
                     memory = added if memory is None else memory + added
                     normalizer = added_normalizer if normalizer is None else normalizer + added_normalizer
                     local = mixed.to(local.dtype)

@@ -5,7 +5,8 @@ key/value head it is a matrix M and a normaliser z, both sums over the past:
 
     sigma(x) = elu(x) + 1
     read     sigma(Q) M / (sigma(Q) z)                        equation (7)
-    write    M += sigma(K)^T V,   z += sum_t sigma(K_t)       equation (8)
+    write    M += sigma(K)^T V,   z += sum_t sigma(K_t)       equation (8), the linear rule
+    or       M += sigma(K)^T (V - read of M with K)           equation (9), the delta rule; z as above
 
 A segment reads before it is written, so no token ever reads itself or its future. Queries and keys carry no rotary
 embedding here: a memory has no positions. Everything is computed in fp32 at least, whatever autocast says, because
@@ -15,10 +16,11 @@ Shapes: R segments with a past, S tokens of a segment, T tokens of a row, B rows
 (each serves H / G neighbouring query heads), K key size, V value size.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
+
+from packhorse.models.config import MemoryUpdate
+from packhorse.models.segments import Segments
 
 
 def feature_map(x: Tensor) -> Tensor:
@@ -32,28 +34,41 @@ def retrieve(query_feature: Tensor, memory: Tensor, normalizer: Tensor, eps: flo
 
 
 def write(key_feature: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Equation (8): what one segment adds to memory and normaliser."""
+    """Equation (8), and (9) if `value` is what is new about it: what one segment adds to memory and normaliser."""
     return key_feature.transpose(-1, -2) @ value, key_feature.sum(-2)
 
 
 def read_by_scan(
-    query_RSHK: Tensor, key_RSGK: Tensor, value_RSGV: Tensor, running_sum: Callable[[Tensor], Tensor], eps: float
+    query_RSHK: Tensor, key_RSGK: Tensor, value_RSGV: Tensor, segments: Segments, rule: MemoryUpdate, eps: float
 ) -> Tensor:
     """All segments at once: one write each, a running sum over the past, one read each. -> [R, H, S, V].
 
-    Cost per token: K V for the write and for the read; K V numbers are kept for each segment and G.
+    Cost per token: K V for the write and for the read; K V numbers are kept for each segment and G. The delta rule
+    looks like a loop over segments, but z does not depend on M, so what a segment erases is known beforehand:
+
+        M' = M + sigma(K)^T (V - W M) = (I - sigma(K)^T W) M + sigma(K)^T V      with W = sigma(K) / (sigma(K) z)
+
+    Both products are made for all segments at once, at K K more per token. What is left to do one after the other is
+    one [K, K] times [K, V] for each segment.
 
     Args:
         query_RSHK: queries of the segments that have a past.
         key_RSGK: keys of the segment before each.
         value_RSGV: values of the segment before each.
-        running_sum: sums [R, ...] over the earlier segments of each document.
+        segments: which segment follows which.
+        rule: `linear` or `delta`.
         eps: added to the normaliser.
     """
     with torch.autocast(query_RSHK.device.type, enabled=False):
         query_feature = feature_map(_heads_first(query_RSHK))
-        memory, normalizer = write(feature_map(_heads_first(key_RSGK)), _heads_first(value_RSGV))
-        memory, normalizer = running_sum(memory), running_sum(normalizer)
+        key_feature = feature_map(_heads_first(key_RSGK))
+        written, normalizer = write(key_feature, _heads_first(value_RSGV))
+        normalizer = segments.running_sum(normalizer)
+        if rule == "delta":
+            answer_weight = key_feature / (key_feature @ segments.delay(normalizer).unsqueeze(-1) + eps)
+            memory = segments.running_delta(key_feature.transpose(-1, -2) @ answer_weight, written)
+        else:
+            memory = segments.running_sum(written)
         grouped = _group_heads(query_feature, key_RSGK.shape[2])
         return retrieve(grouped, memory, normalizer, eps).view(*query_feature.shape[:-1], value_RSGV.shape[-1])
 

@@ -23,6 +23,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from packhorse.models.recurrence import RunningDelta, RunningSum
+
 
 @dataclass(frozen=True, kw_only=True)
 class RegularSegments:
@@ -61,6 +63,19 @@ class RegularSegments:
     def running_sum(self, x_R: Tensor) -> Tensor:
         """Of values standing at `previous`: the sum over all earlier segments of the same document."""
         return x_R.unflatten(0, (self.rows, self.per_row - 1)).cumsum(1).flatten(0, 1)
+
+    def running_delta(self, erase_R: Tensor, x_R: Tensor) -> Tensor:
+        """The same where each step first erases: total = x + (1 - erase) total, with matrices."""
+        return RunningDelta.apply(erase_R, x_R, self.steps)
+
+    def delay(self, x_R: Tensor) -> Tensor:
+        """The value one step earlier; a document's first, with nothing before it, keeps its own."""
+        by_row = x_R.unflatten(0, (self.rows, self.per_row - 1))
+        return torch.cat([by_row[:, :1], by_row[:, :-1]], dim=1).flatten(0, 1)
+
+    def steps(self, x_R: Tensor) -> tuple[Tensor, ...]:
+        """Views of the segments that are second, third, ... in their documents; each goes on with the one before."""
+        return x_R.unflatten(0, (self.rows, self.per_row - 1)).unbind(1)
 
     def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """(document, segment of the document) of every token, [1, T] because all rows are alike."""
@@ -120,7 +135,20 @@ class RaggedSegments:
 
     def running_sum(self, x_R: Tensor) -> Tensor:
         """Of values standing at `previous`: the sum over all earlier segments of the same document."""
-        return _RunningSum.apply(x_R, self.group_sizes[1:])
+        return RunningSum.apply(x_R, self.steps)
+
+    def running_delta(self, erase_R: Tensor, x_R: Tensor) -> Tensor:
+        """The same where each step first erases: total = x + (1 - erase) total, with matrices."""
+        return RunningDelta.apply(erase_R, x_R, self.steps)
+
+    def delay(self, x_R: Tensor) -> Tensor:
+        """The value one step earlier; a document's first, with nothing before it, keeps its own."""
+        steps = self.steps(x_R)
+        return torch.cat([*steps[:1], *(before[: len(after)] for before, after in pairwise(steps)), x_R[:0]])
+
+    def steps(self, x_R: Tensor) -> tuple[Tensor, ...]:
+        """Views of the segments that are second, third, ... in their documents; each goes on with the one before."""
+        return x_R.split(self.group_sizes[1:])
 
     def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """(document, segment of the document) of every token, [B, T]."""
@@ -239,25 +267,3 @@ class _MoveRows(torch.autograd.Function):
     def backward(ctx, gradient):
         source, unfilled, back_source, back_unfilled = ctx.saved_tensors
         return _MoveRows.apply(gradient, back_source, back_unfilled, source, unfilled), None, None, None, None
-
-
-class _RunningSum(torch.autograd.Function):
-    """Group i += group i - 1, group by group: no document's sum ever contains another's, not even to be subtracted.
-
-    The gradient runs the same way backwards. Cost: one addition per segment, one launch per group.
-    """
-
-    @staticmethod
-    def forward(ctx, x_R, group_sizes):
-        ctx.group_sizes = group_sizes
-        groups = (total := x_R.clone()).split(group_sizes)
-        for before, after in pairwise(groups):
-            after += before[: len(after)]
-        return total
-
-    @staticmethod
-    def backward(ctx, gradient_R):
-        groups = (total := gradient_R.clone()).split(ctx.group_sizes)
-        for before, after in reversed(list(pairwise(groups))):
-            before[: len(after)] += after
-        return total, None
