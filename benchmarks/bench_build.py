@@ -198,13 +198,13 @@ def time_steady_build(options: argparse.Namespace, source: Path, folder: Path) -
 
     class TimedWorkers(update.Workers):
         def run(self, *arguments) -> None:
-            *between, on_record = arguments
+            *before, on_record, tell = arguments
 
             def note(record) -> None:
                 arrivals.append((time.perf_counter(), record.text_bytes))
                 on_record(record)
 
-            super().run(*between, note)
+            super().run(*before, note, tell)
 
     plain, update.Workers = update.Workers, TimedWorkers
     try:

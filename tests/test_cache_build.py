@@ -106,6 +106,7 @@ def lie_about(monkeypatch, on: str, every: int) -> None:
 
     monkeypatch.setattr(engines, "load_fastokens", Lying)
     monkeypatch.setattr(engines, "SAMPLE_EVERY", every)
+    monkeypatch.setattr(engines, "FIRST_DOCUMENTS", 1)
 
 
 @pytest.fixture

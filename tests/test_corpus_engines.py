@@ -5,7 +5,7 @@ import pytest
 
 from conftest import documents_in, make_texts
 from packhorse.corpus import engines
-from packhorse.corpus.engines import PROBES, Fastokens, Reference, Slow, Verified, choose_engine
+from packhorse.corpus.engines import PROBES, Fastokens, Reference, Slow, Verified, make_engine
 from packhorse.corpus.tokenizer import read_tokenizer
 from packhorse.errors import EngineMismatch, TokenizerError
 
@@ -30,12 +30,14 @@ def test_fastokens_gives_the_ids_of_the_reference(name, split_special_tokens, re
     text = read_tokenizer(request.getfixturevalue(name)).json
     fast, reference = (kind(text, split_special_tokens).encode(MIXED) for kind in (Fastokens, Reference))
     assert same(fast, reference)
-    assert choose_engine("auto", text, split_special_tokens, MIXED) == ("fastokens", None)
+    engine, message = make_engine("auto", text, split_special_tokens, "")
+    assert (engine.name, message) == ("fastokens", None)
 
 
 def test_a_sentencepiece_form_gets_the_ids_of_the_reference_whatever_is_chosen(llama_like):
     text = read_tokenizer(llama_like).json
-    name, message = choose_engine("auto", text, True, MIXED)
+    engine, message = make_engine("auto", text, True, "")
+    name = engine.name
     if name == "hf":
         assert "fastokens is not used" in message
     else:
@@ -76,17 +78,18 @@ def lying(on: str):
 
 def test_an_engine_that_is_wrong_on_a_probe_is_not_used_and_that_is_said(gpt2_like, monkeypatch):
     monkeypatch.setattr(engines, "load_fastokens", lying("Привет"))
-    name, message = choose_engine("auto", read_tokenizer(gpt2_like).json, True, [])
-    assert name == "hf"
+    engine, message = make_engine("auto", read_tokenizer(gpt2_like).json, True, "")
+    assert engine.name == "hf"
     assert "other ids than the reference" in message
     assert "Привет" in message
 
 
-def test_an_engine_that_is_wrong_on_a_real_document_is_not_used(gpt2_like, monkeypatch):
+def test_an_engine_that_is_wrong_on_one_of_its_first_documents_is_caught(gpt2_like, monkeypatch):
     monkeypatch.setattr(engines, "load_fastokens", lying("only here"))
-    text = read_tokenizer(gpt2_like).json
-    assert choose_engine("auto", text, True, ["fine"])[0] == "fastokens"
-    assert choose_engine("auto", text, True, ["fine", "only here"])[0] == "hf"
+    engine, _ = make_engine("auto", read_tokenizer(gpt2_like).json, True, "")
+    texts = ["fine"] * (engines.FIRST_DOCUMENTS - 1) + ["only here"]
+    with pytest.raises(EngineMismatch, match="only here"):
+        [engine.encode(texts[i : i + 5]) for i in range(0, len(texts), 5)]
 
 
 @pytest.mark.parametrize("problem", [ImportError("no wheel"), RuntimeError("unknown regex")])
@@ -95,19 +98,20 @@ def test_an_engine_that_cannot_read_the_tokenizer_is_not_used(gpt2_like, monkeyp
         raise problem
 
     monkeypatch.setattr(engines, "load_fastokens", fail)
-    name, message = choose_engine("auto", read_tokenizer(gpt2_like).json, True, [])
-    assert name == "hf"
+    engine, message = make_engine("auto", read_tokenizer(gpt2_like).json, True, "")
+    assert engine.name == "hf"
     assert str(problem) in message
 
 
 def test_an_engine_asked_for_by_name_is_not_silently_replaced(gpt2_like, monkeypatch):
     monkeypatch.setattr(engines, "load_fastokens", lying("Hello"))
     with pytest.raises(TokenizerError, match="engine: auto"):
-        choose_engine("fastokens", read_tokenizer(gpt2_like).json, True, [])
+        make_engine("fastokens", read_tokenizer(gpt2_like).json, True, "")
 
 
 def test_verified_looks_at_the_first_document_and_at_one_in_every_so_many(gpt2_like, monkeypatch):
     monkeypatch.setattr(engines, "SAMPLE_EVERY", 10)
+    monkeypatch.setattr(engines, "FIRST_DOCUMENTS", 1)
     text = read_tokenizer(gpt2_like).json
     for wrong in range(31):
         texts = [f"document {i}" + (" wrong" if i == wrong else "") for i in range(31)]

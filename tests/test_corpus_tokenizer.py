@@ -133,7 +133,7 @@ def test_truncation_and_padding_left_in_the_file_are_never_obeyed(gpt2_like, tmp
     (tmp_path / "t/tokenizer.json").write_text(json.dumps(content))
     plain, spoilt = (read_tokenizer(folder) for folder in (gpt2_like, tmp_path / "t"))
     for name in ("hf", "fastokens"):
-        lengths = [len(make_engine(name, c.json, True, "").encode([text])[0]) for c in (plain, spoilt)]
+        lengths = [len(make_engine(name, c.json, True, "")[0].encode([text])[0]) for c in (plain, spoilt)]
         assert lengths[0] == lengths[1] > 64
 
 

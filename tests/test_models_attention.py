@@ -15,8 +15,10 @@ from packhorse.models import (
 )
 from packhorse.models.gates import activate_gate
 from packhorse.models.memory import feature_map, retrieve, write
+from packhorse.models.recurrence import RunningDelta
 
 VOCAB = 61
+FAST = [("scan", "linear"), ("attention", "linear"), ("scan", "delta")]
 LENGTHS = ([5, 17, 7], [29], [8, 8, 13], [1, 1, 27])  # documents of four packed rows; segments of 8
 
 
@@ -62,9 +64,11 @@ def logits_and_gradients(model, **inputs) -> tuple[torch.Tensor, dict[str, torch
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 @pytest.mark.parametrize("first_segment", ["bypass", "gated"])
 @pytest.mark.parametrize("rows", ["ragged", "regular", "one ragged"])
-@pytest.mark.parametrize("backend", ["scan", "attention"])
-def test_every_backend_equals_the_literal_loop_in_values_and_gradients(backend, rows, first_segment, dtype, tolerance):
-    model = make_model(dtype, first_segment=first_segment)
+@pytest.mark.parametrize(("backend", "rule"), FAST)
+def test_every_backend_equals_the_literal_loop_in_values_and_gradients(
+    backend, rule, rows, first_segment, dtype, tolerance
+):
+    model = make_model(dtype, first_segment=first_segment, memory_update=rule)
     input_ids, position_ids = packed()
     inputs = {
         "ragged": {"input_ids": input_ids, "position_ids": position_ids},
@@ -80,8 +84,9 @@ def test_every_backend_equals_the_literal_loop_in_values_and_gradients(backend, 
         torch.testing.assert_close(gradient / scale, expected_gradients[name] / scale, rtol=0, atol=tolerance, msg=name)
 
 
-def test_the_memory_matters_in_these_models():
-    model, (input_ids, position_ids) = make_model(), packed()
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_the_memory_matters_in_these_models(rule):
+    model, (input_ids, position_ids) = make_model(memory_update=rule), packed()
     on = model(input_ids, position_ids=position_ids).logits
     off = with_settings(model, turn_on_memory=False)(input_ids, position_ids=position_ids).logits
     has_past = position_ids >= 8
@@ -89,9 +94,10 @@ def test_the_memory_matters_in_these_models():
     torch.testing.assert_close(on[~has_past], off[~has_past], rtol=0, atol=1e-5)
 
 
-def test_query_heads_read_the_memory_of_their_neighbours_in_the_key_value_head():
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_query_heads_read_the_memory_of_their_neighbours_in_the_key_value_head(rule):
     """Grouped heads with two query heads a group equal full heads whose keys and values are repeated in place."""
-    grouped = make_model(first_segment="gated")
+    grouped = make_model(first_segment="gated", memory_update=rule)
     values = {**grouped.config.to_dict(), "num_key_value_heads": 4}
     full = InfiniLlamaForCausalLM(InfiniLlamaConfig(**values)).eval()
     weights = grouped.state_dict()
@@ -108,9 +114,39 @@ def test_query_heads_read_the_memory_of_their_neighbours_in_the_key_value_head()
     )
 
 
-@pytest.mark.parametrize("backend", ["scan", "attention"])
-def test_a_packed_document_gets_the_logits_it_gets_alone(backend):
-    model, (input_ids, position_ids) = make_model(backend=backend), packed()
+def test_the_delta_rule_writes_what_the_linear_rule_does_not():
+    """The two agree until a document's second segment has been written: nothing stands before the first."""
+    model, (input_ids, position_ids) = make_model(memory_update="linear"), packed()
+    linear = model(input_ids, position_ids=position_ids).logits
+    delta = with_settings(model, memory_update="delta")(input_ids, position_ids=position_ids).logits
+    moved = (linear - delta).abs().amax(-1)
+    assert moved[position_ids >= 16].min() > 1e-3
+    torch.testing.assert_close(linear[position_ids < 16], delta[position_ids < 16], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(3,), (1, 1), (4, 4, 4), (5, 2, 2, 1)])
+def test_the_running_delta_is_the_gradient_of_its_own_recurrence(lengths):
+    def steps(x):
+        return x.split(lengths)
+
+    total = sum(lengths)
+    erase = torch.randn(total, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(total, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda erase, x: RunningDelta.apply(erase, x, steps), (erase, x))
+
+
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_segments_of_one_token_give_numbers(rule):
+    model, (input_ids, position_ids) = make_model(segment_length=1, memory_update=rule), packed()
+    logits, gradients = logits_and_gradients(model, input_ids=input_ids, position_ids=position_ids)
+    assert logits.isfinite().all()
+    assert logits.abs().max() < 100
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize(("backend", "rule"), FAST)
+def test_a_packed_document_gets_the_logits_it_gets_alone(backend, rule):
+    model, (input_ids, position_ids) = make_model(backend=backend, memory_update=rule), packed()
     together = model(input_ids, position_ids=position_ids).logits
     without_restarts = model(input_ids).logits
     for row, lengths in enumerate(LENGTHS):
@@ -124,9 +160,9 @@ def test_a_packed_document_gets_the_logits_it_gets_alone(backend):
             start += length
 
 
-@pytest.mark.parametrize("backend", ["scan", "attention"])
-def test_a_token_changes_nothing_before_it_and_nothing_in_other_documents(backend):
-    model, (input_ids, position_ids) = make_model(backend=backend), packed(LENGTHS[:2])
+@pytest.mark.parametrize(("backend", "rule"), FAST)
+def test_a_token_changes_nothing_before_it_and_nothing_in_other_documents(backend, rule):
+    model, (input_ids, position_ids) = make_model(backend=backend, memory_update=rule), packed(LENGTHS[:2])
     before = model(input_ids, position_ids=position_ids).logits
     document = (position_ids == 0).cumsum(1)
     for row, place in [(0, 3), (0, 6), (0, 14), (0, 21), (1, 0), (1, 9), (1, 23)]:
@@ -139,10 +175,11 @@ def test_a_token_changes_nothing_before_it_and_nothing_in_other_documents(backen
         assert not moved[row, ~follows].any()
 
 
-@pytest.mark.parametrize("length", [16, 19])
-def test_a_later_segments_loss_teaches_the_keys_and_values_of_an_earlier_one(length):
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+@pytest.mark.parametrize("length", [16, 19, 24])
+def test_a_later_segments_loss_teaches_the_keys_and_values_of_an_earlier_one(length, rule):
     """No detached memory: without this gradient a memory never learns what to write."""
-    model = make_model()
+    model = make_model(memory_update=rule)
     embeddings = torch.randn(1, length, 32, requires_grad=True)
     attention = model.model.layers[0].self_attn
     segments = split_into_segments((1, length), 8)
@@ -156,8 +193,9 @@ def test_a_later_segments_loss_teaches_the_keys_and_values_of_an_earlier_one(len
         assert (gradient[:, :8].abs().amax(-1) > 1e-7).all()
 
 
-def test_extreme_activations_and_equal_keys_give_numbers():
-    model, (input_ids, position_ids) = make_model(), packed()
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_extreme_activations_and_equal_keys_give_numbers(rule):
+    model, (input_ids, position_ids) = make_model(memory_update=rule), packed()
     for factor in (1e4, -1e4, 0.0):
         for layer in model.model.layers:
             layer.self_attn.k_proj.weight.data.mul_(0).add_(factor)

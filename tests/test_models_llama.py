@@ -153,9 +153,9 @@ def test_segments_found_beforehand_give_the_same_logits():
     assert torch.equal(model(input_ids, segments=segments).logits, model(input_ids, position_ids=position_ids).logits)
 
 
-@pytest.mark.parametrize("backend", ["scan", "attention"])
-def test_gradient_checkpointing_gives_the_same_gradients(backend):
-    model = make_model(backend=backend).train()
+@pytest.mark.parametrize(("backend", "rule"), [("scan", "linear"), ("attention", "linear"), ("scan", "delta")])
+def test_gradient_checkpointing_gives_the_same_gradients(backend, rule):
+    model = make_model(backend=backend, memory_update=rule).train()
     position_ids = torch.cat([torch.arange(11), torch.arange(18)])[None]
     input_ids = torch.randint(0, VOCAB, (2, 29))
     gradients, layer_calls = [], []
@@ -169,8 +169,9 @@ def test_gradient_checkpointing_gives_the_same_gradients(backend):
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
-def test_the_model_compiles_into_one_graph():
-    model = make_model().train()
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_the_model_compiles_into_one_graph(rule):
+    model = make_model(memory_update=rule).train()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     input_ids = torch.randint(0, VOCAB, (2, 24))
     packed = split_into_segments((2, 24), 8, torch.cat([torch.arange(11), torch.arange(13)])[None])
@@ -248,6 +249,7 @@ def test_what_would_be_answered_wrongly_is_refused():
         ({"memory_eps": 0.0}, "memory_eps"),
         ({"balance_act_type": "sigmoid"}, "balance_act_type must be one of orig_sigmoid"),
         ({"memory_update": "hebbian"}, "memory_update"),
+        ({"memory_update": "delta", "backend": "attention"}, "what stood before"),
         ({"balance_init_value": -4.0}, "balance_init_type"),
         ({"segment_size": 8}, "has no field segment_size"),
         ({"balance_act_type": "tanh_abs"}, "never move"),

@@ -15,6 +15,7 @@ import numpy as np
 import packhorse
 from packhorse.cache.chunk import ChunkContent, Encoded, encode_chunk
 from packhorse.cache.plan import Range
+from packhorse.cache.progress import say
 from packhorse.cache.recipe import Recipe, read_identity, tokenizer_json
 from packhorse.cache.record import Record, commit, read_record, record_path
 from packhorse.corpus.documents import Documents, Skipped, TextFile, read_documents
@@ -51,9 +52,7 @@ class Built:
     text_bytes: int
 
 
-def build_chunk(
-    recipe: Recipe, job: Job, engine: Engine | None, compression: str, progress: Progress | None = None
-) -> Built:
+def build_chunk(recipe: Recipe, job: Job, engine: Engine, compression: str, progress: Progress | None = None) -> Built:
     """Build one chunk: its payload depends on the recipe and the job's documents alone.
 
     Raises:
@@ -105,21 +104,23 @@ class Builder:
 
     Args:
         folder: The cache: its recipe and its tokenizer are there.
-        engine: `fastokens`, `hf` or `slow`; "" for sources of ids.
+        engine: `auto`, `fastokens` or `hf`.
         compression: A level of `chunk.LEVELS`.
+        tell: Takes a message for the user.
     """
 
-    def __init__(self, folder: Path, engine: str, compression: str) -> None:
+    def __init__(self, folder: Path, engine: str, compression: str, tell: Callable[[str], None] = say) -> None:
         self.folder, self.compression = folder, compression
         identity = read_identity(folder)
         self.recipe = identity.recipe
-        self.engine: Engine | None = None
-        if engine:
-            split = self.recipe.split_special_tokens
-            self.engine = make_engine(engine, tokenizer_json(folder, identity), split, str(folder / "tokenizer"))
-            # The probe set is in the recipe: whatever happened to libraries or files, these ids may not change.
-            if split and probe_digest(self.engine) != self.recipe.tokenizer_probe:
-                raise EngineMismatch(f"{self.engine.name} {self.engine.version}", "".join(PROBES))
+        split = self.recipe.split_special_tokens
+        text = tokenizer_json(folder, identity)
+        self.engine, message = make_engine(engine, text, split, str(folder / "tokenizer"))
+        if message:
+            tell(message)
+        # The probe set is in the recipe: whatever happened to libraries or files, these ids may not change.
+        if split and probe_digest(self.engine) != self.recipe.tokenizer_probe:
+            raise EngineMismatch(f"{self.engine.name} {self.engine.version}", "".join(PROBES))
 
     def build(self, job: Job, progress: Progress | None = None) -> Record:
         """Build a chunk and commit it.
@@ -160,7 +161,7 @@ class Builder:
             rows_invalid=built.skipped.invalid,
             text_bytes=built.text_bytes,
             seconds=round(time.monotonic() - start, 3),
-            engine=f"{self.engine.name} {self.engine.version}" if self.engine else "ids",
+            engine=f"{self.engine.name} {self.engine.version}",
             codec=f"lz4 {_lz4_version()} {self.compression}" if self.compression != "none" else "none",
             packhorse=packhorse.__version__,
         )

@@ -6,7 +6,7 @@ from packhorse.cache.plan import Range
 from packhorse.corpus.documents import Skipped, TextFile, find_cut, is_unicode, read_documents
 from packhorse.corpus.sources import Document
 
-SAMPLE_BYTES = 256 * 1024
+SAMPLE_BYTES = 128 * 1024
 """Text that is tokenized to learn how many bytes a chunk needs."""
 
 CountTokens = Callable[[list[str]], int]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from packhorse.cache.settings import CacheSettings
 from packhorse.cache.snapshot import Index, Snapshot
 from packhorse.cache.tokenizers import resolve_tokenizer
 from packhorse.cache.workers import Workers, usable_cores
-from packhorse.corpus.engines import choose_engine, make_engine
+from packhorse.corpus.engines import make_engine
 from packhorse.corpus.sources import Files, Source, check_sources, open_sources
 from packhorse.corpus.tokenizer import locate_tokenizer, read_tokenizer
 from packhorse.errors import CacheCorruptionError, CacheError, EngineMismatch, SourceError
@@ -113,9 +113,7 @@ class _Update:
             sequences_per_chunk=settings.sequences_per_chunk,
             max_documents=settings.max_documents,
         )
-        self.engine: str | None = None
         self.progress = BuildProgress(quiet=tell is not say)
-        self._counter = None
         self._waiting: dict[int, int] = {}  # file number -> chunks that still need it
         self._workers: Workers | None = None
         size = sum(file.size for source in sources if isinstance(source, Files) for file in source.files)
@@ -170,10 +168,11 @@ class _Update:
             workers.run(
                 itertools.chain(first, jobs),
                 self.folder,
-                self._engine([]),
+                self._engine(),
                 self.settings.compression,
                 self.progress.add,
                 on_record,
+                self.tell,
             )
         return built
 
@@ -239,31 +238,23 @@ class _Update:
             if self._waiting[number] == 0:
                 self.planner.locations.remove_spool(number)
 
-    def _engine(self, texts: list[str]) -> str:
-        """The engine, chosen when the first texts are there."""
-        if self.engine is None:
-            text = tokenizer_json(self.folder, read_identity(self.folder))
-            if not text:
-                self.engine = "slow"
-                self.tell("The tokenizer exists in Python only: it is slow. A tokenizer.json would be much faster.")
-            else:
-                wanted = self.settings.engine
-                if f"fastokens {version('fastokens')}" in self._suspects():
-                    self.tell(f"The engine fastokens was wrong before ({self.folder / 'suspects'}): not used.")
-                    wanted = "hf"
-                self.engine, message = choose_engine(wanted, text, self.recipe.split_special_tokens, texts)
-                if message:
-                    self.tell(message)
-        return self.engine
+    def _engine(self) -> str:
+        """What may tokenize: what the settings say, but for an engine that was wrong before."""
+        if self.settings.engine == "hf" or not self._suspects():
+            return self.settings.engine
+        with suppress(PackageNotFoundError):
+            if f"fastokens {version('fastokens')}" in self._suspects():
+                self.tell(f"The engine fastokens was wrong before ({self.folder / 'suspects'}): not used.")
+                return "hf"
+        return self.settings.engine
 
     def _count_tokens(self, texts: list[str]) -> int:
-        if self._counter is None:
-            engine = self._engine(texts[:200])
-            text = tokenizer_json(self.folder, read_identity(self.folder))
-            tokenizer = str(self.folder / "tokenizer")
-            self._counter = make_engine(engine, text, self.recipe.split_special_tokens, tokenizer)
+        """By the reference: the sample is small, and builders have the fast engine to load."""
+        text = tokenizer_json(self.folder, read_identity(self.folder))
+        folder = str(self.folder / "tokenizer")
+        engine, _ = make_engine("hf", text, self.recipe.split_special_tokens, folder)
         extra = (self.recipe.bos_id is not None) + (self.recipe.eos_id is not None)
-        return len(self._counter.encode(texts)[0]) + extra * len(texts)
+        return len(engine.encode(texts)[0]) + extra * len(texts)
 
     def _suspects(self) -> set[str]:
         root = self.folder / "suspects"
@@ -299,7 +290,6 @@ class _Update:
         name = re.sub(r"[^A-Za-z0-9.]+", "-", error.engine)
         value = {"engine": error.engine, "text": error.text.encode("utf-8", "surrogatepass").hex()}
         store.publish(self.folder / "suspects" / f"{name}.json", store.seal(value))
-        self.engine, self._counter = "hf", None
         self._stop_workers()
         if self._is_suspect_index():
             self.index.forget()

@@ -67,7 +67,9 @@ def main(core: str) -> None:
                         load_reference(text, message["split_special_tokens"])
                         load_fastokens(text, message["split_special_tokens"])
                     continue
-                builder = builder or Builder(folder, message["engine"], message["compression"])
+                builder = builder or Builder(
+                    folder, message["engine"], message["compression"], lambda text: say(message=text)
+                )
                 job = message["job"]
                 job = Job(
                     chunk=job["chunk"],

@@ -77,16 +77,18 @@ class Workers:
         compression: str,
         on_progress: OnProgress,
         on_record: Callable[[Any], None],
+        tell: Callable[[str], None],
     ) -> None:
         """Build chunks.
 
         Args:
             jobs: `build.Job`s; taken when a worker is about to be free.
             folder: The cache.
-            engine: What tokenizes.
+            engine: What is to tokenize: `auto`, `fastokens` or `hf`.
             compression: How hard LZ4 works.
             on_progress: Called with (documents, tokens, bytes of text) while chunks are made.
             on_record: Called with each committed record.
+            tell: Takes messages for the user, each once.
 
         Raises:
             PackhorseError: what went wrong in a worker. Chunks that were committed stay.
@@ -97,12 +99,12 @@ class Workers:
         if not self._workers:
             builder = None
             for job in jobs:
-                builder = builder or Builder(folder, engine, compression)
+                builder = builder or Builder(folder, engine, compression, tell)
                 on_record(builder.build(job, on_progress))
             return
         setting = {"folder": str(folder), "engine": engine, "compression": compression}
         messages = ({**setting, "job": asdict(job)} for job in jobs)
-        running = 0
+        running, told = 0, set()
         # Two at a time: one is built while the one before is written to the disk.
         for worker in self._workers * 2:
             running += _send(worker, next(messages, None))
@@ -110,6 +112,10 @@ class Workers:
             number, message = self._messages.get()
             if "progress" in message:
                 on_progress(*message["progress"])
+            elif "message" in message and "error" not in message:
+                if message["message"] not in told:
+                    tell(message["message"])
+                told.add(message["message"])
             elif "record" in message:
                 record = message["record"]
                 on_record(Record(**{**record, "ranges": [tuple(r) for r in record["ranges"]]}))

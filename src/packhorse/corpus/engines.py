@@ -2,12 +2,11 @@
 
 `encode(texts) -> (ids, ends)`: all ids in one flat uint32 array, and where each text ends in it. The reference is
 Hugging Face `tokenizers`; `fastokens` reads the same tokenizer.json and gives the same ids about a hundred times
-as fast. That is believed only as long as it is seen: `choose_engine` compares both on a probe set and on real
-documents before work starts, and `Verified` compares one document in 2,000 while it runs.
+as fast. That is believed only as long as it is seen: `make_engine` compares both on a probe set before work starts,
+`Verified` on the first documents and on one in 2,000 while it runs.
 """
 
 import hashlib
-import os
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +17,11 @@ import numpy as np
 from packhorse.errors import EngineMismatch, TokenizerError
 
 SAMPLE_EVERY = 2_000
-"""One document in so many, the first included, is encoded by the reference as well."""
+"""One document in so many is encoded by the reference as well."""
+FIRST_DOCUMENTS = 16
+"""So are the first ones that an engine gets."""
+LONGEST_SAMPLE = 2**20
+"""Longer documents are not compared: the reference would take minutes for a book of books."""
 
 PROBES: tuple[str, ...] = (
     "Hello, world! It's 10:30, isn't it? We'll see; they've said I'D GO.",
@@ -112,7 +115,7 @@ class Slow:
 
 
 class Verified:
-    """An engine that is compared with the reference on one document in `SAMPLE_EVERY`.
+    """An engine that is compared with the reference, on its first documents and on one in `SAMPLE_EVERY`.
 
     Raises:
         EngineMismatch: from `encode`, with the document; nothing that the engine gave may be used.
@@ -125,7 +128,9 @@ class Verified:
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         ids, ends = self.bare.encode(texts)
-        sample = range(-self._seen % SAMPLE_EVERY, len(texts), SAMPLE_EVERY)
+        first = range(max(0, min(FIRST_DOCUMENTS - self._seen, len(texts))))
+        later = range(-self._seen % SAMPLE_EVERY, len(texts), SAMPLE_EVERY)
+        sample = sorted(i for i in {*first, *later} if len(texts[i]) <= LONGEST_SAMPLE)
         self._seen += len(texts)
         if sample:
             expected, expected_ends = self._reference.encode([texts[i] for i in sample])
@@ -137,58 +142,49 @@ class Verified:
         return ids, ends
 
 
-def choose_engine(
-    wanted: str, tokenizer_json: str, split_special_tokens: bool, documents: Sequence[str]
-) -> tuple[str, str | None]:
-    """Which engine may be used for this tokenizer: the wanted one if it proves itself.
+def make_engine(wanted: str, tokenizer_json: str, split_special_tokens: bool, folder: str) -> tuple[Engine, str | None]:
+    """The engine for a tokenizer: the wanted one if it proves itself on the probe set.
 
     Args:
         wanted: `auto`, `fastokens` or `hf`.
-        tokenizer_json: The tokenizer.
+        tokenizer_json: The tokenizer; empty if it exists in Python only.
         split_special_tokens: Whether special tokens written in a text are text.
-        documents: Some real texts, compared beside the probe set.
+        folder: Where the tokenizer's files are.
 
     Returns:
-        `fastokens` or `hf`, and a message when it is not what was hoped for.
+        The engine, and a message when it is not what was hoped for.
 
     Raises:
         TokenizerError: `fastokens` was asked for by name and cannot be used.
     """
+    if not tokenizer_json:
+        message = "The tokenizer exists in Python only: it is slow. A tokenizer.json would be much faster."
+        return Slow(folder, split_special_tokens), message
+    reference = load_reference(tokenizer_json, split_special_tokens)
     if wanted == "hf":
-        return "hf", None
-    texts = [*PROBES, *documents]
+        return reference, None
     try:
-        got, got_ends = load_fastokens(tokenizer_json, split_special_tokens).encode(texts)
+        engine = load_fastokens(tokenizer_json, split_special_tokens)
+        got, got_ends = engine.encode(PROBES)
     except (PackageNotFoundError, ImportError) as error:
         problem = f"it is not installed ({error})"
     except Exception as error:
         # Whatever an engine does not like about a tokenizer: the reference reads them all.
         problem = f"it cannot use this tokenizer ({type(error).__name__}: {str(error)[:200]})"
     else:
-        want, want_ends = load_reference(tokenizer_json, split_special_tokens).encode(texts)
+        want, want_ends = reference.encode(PROBES)
         if np.array_equal(got_ends, want_ends) and np.array_equal(got, want):
-            return "fastokens", None
+            return Verified(engine, reference), None
         starts, want_starts = np.r_[0, got_ends[:-1]], np.r_[0, want_ends[:-1]]
         different = next(
             text
-            for text, a, b, c, d in zip(texts, starts, got_ends, want_starts, want_ends, strict=True)
+            for text, a, b, c, d in zip(PROBES, starts, got_ends, want_starts, want_ends, strict=True)
             if not np.array_equal(got[a:b], want[c:d])
         )
         problem = f"it gives other ids than the reference, for example for {different[:80]!r}"
     if wanted == "fastokens":
         raise TokenizerError(f"The engine fastokens cannot be used: {problem}. Set `engine: auto` or `engine: hf`.")
-    return "hf", f"The fast engine fastokens is not used: {problem}. Going on with the Hugging Face reference."
-
-
-def make_engine(name: str, tokenizer_json: str, split_special_tokens: bool, folder: str) -> Engine:
-    """The engine of that name, ready to encode; a fast one comes `Verified`."""
-    if name == "slow":
-        return Slow(folder, split_special_tokens)
-    if name == "hf":
-        # One worker is one core: threads of its own would only disturb its neighbours.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    reference = load_reference(tokenizer_json, split_special_tokens)
-    return reference if name == "hf" else Verified(load_fastokens(tokenizer_json, split_special_tokens), reference)
+    return reference, f"The fast engine fastokens is not used: {problem}. Going on with the Hugging Face reference."
 
 
 @lru_cache(maxsize=1)

@@ -1,8 +1,14 @@
 """Infini-attention for transformers models: tokens -> logits."""
 
-from packhorse.models.config import InfiniAttentionConfig, InfiniLlamaConfig
+from packhorse.models.config import InfiniAttentionConfig, InfiniLlamaConfig, InfiniQwen2Config, InfiniQwen3Config
 from packhorse.models.gates import gate_parameters, gate_values
 from packhorse.models.llama import InfiniLlamaForCausalLM, InfiniLlamaModel
+from packhorse.models.qwen import (
+    InfiniQwen2ForCausalLM,
+    InfiniQwen2Model,
+    InfiniQwen3ForCausalLM,
+    InfiniQwen3Model,
+)
 from packhorse.models.segments import split_into_segments
 
 __all__ = [
@@ -10,6 +16,12 @@ __all__ = [
     "InfiniLlamaConfig",
     "InfiniLlamaForCausalLM",
     "InfiniLlamaModel",
+    "InfiniQwen2Config",
+    "InfiniQwen2ForCausalLM",
+    "InfiniQwen2Model",
+    "InfiniQwen3Config",
+    "InfiniQwen3ForCausalLM",
+    "InfiniQwen3Model",
     "gate_parameters",
     "gate_values",
     "split_into_segments",

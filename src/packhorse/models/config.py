@@ -8,7 +8,7 @@ A model family needs three lines: see `InfiniLlamaConfig`.
 from dataclasses import asdict, dataclass, fields
 from typing import Literal, Self, get_args
 
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 BalanceInit = Literal["zeros", "randn", "constant"]
 BalanceAct = Literal["orig_sigmoid", "hard_sigmoid", "orig_tanh", "tanh_abs"]
@@ -47,7 +47,7 @@ class InfiniAttentionConfig:
     answers for their keys (equation 9)."""
 
     backend: Backend = "auto"
-    """Same values, other speed: `scan` over segments, masked `attention` (linear only), literal `loop`; `auto` picks."""
+    """Same values, other speed: `scan` over segments, masked `attention` (linear only), literal `loop`."""
 
     def __post_init__(self) -> None:
         if self.segment_length < 1:
@@ -88,6 +88,7 @@ class InfiniConfigMixin:
     def __post_init__(self, **kwargs) -> None:
         self.infini_attention = _to_settings(self.infini_attention)
         super().__post_init__(**kwargs)
+        self._refuse_sliding_windows()
 
     def to_dict(self) -> dict:
         """Everything as plain values, ready for JSON."""
@@ -101,11 +102,37 @@ class InfiniConfigMixin:
             values.pop(name, None)
         return cls(**values, infini_attention=infini_attention)
 
+    def _refuse_sliding_windows(self) -> None:
+        reason = (
+            "Infini-attention looks at whole segments and remembers the earlier ones, and a window that slides across "
+            "segments fits neither. Set use_sliding_window: false and leave layer_types out."
+        )
+        if getattr(self, "use_sliding_window", False):
+            raise ValueError(f"This configuration has use_sliding_window: true. {reason}")
+        if other := set(getattr(self, "layer_types", None) or ()) - {"full_attention"}:
+            raise ValueError(f"This configuration has layers of type {', '.join(sorted(other))}. {reason}")
+
 
 class InfiniLlamaConfig(InfiniConfigMixin, LlamaConfig):
     """`LlamaConfig` with an `infini_attention` part."""
 
     model_type = "infini_llama"
+
+    infini_attention: InfiniAttentionConfig | dict | None = None
+
+
+class InfiniQwen2Config(InfiniConfigMixin, Qwen2Config):
+    """`Qwen2Config` with an `infini_attention` part."""
+
+    model_type = "infini_qwen2"
+
+    infini_attention: InfiniAttentionConfig | dict | None = None
+
+
+class InfiniQwen3Config(InfiniConfigMixin, Qwen3Config):
+    """`Qwen3Config` with an `infini_attention` part."""
+
+    model_type = "infini_qwen3"
 
     infini_attention: InfiniAttentionConfig | dict | None = None
 

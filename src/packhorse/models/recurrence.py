@@ -57,13 +57,14 @@ class RunningDelta(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient_RGKV: Tensor) -> tuple[Tensor, Tensor, None]:
-        """d x is the running gradient of the total, d erase is - (it) (the total before)^T."""
+        """The running gradient g is that of x; that of erase is -g (the total before)^T."""
         erase_RGKK, total_RGKV = ctx.saved_tensors
         gradient_RGKV, erase_gradient_RGKK = gradient_RGKV.clone(), torch.zeros_like(erase_RGKK)
         gradients, totals = ctx.steps(gradient_RGKV), ctx.steps(total_RGKV)
         erases, erase_gradients = ctx.steps(erase_RGKK), ctx.steps(erase_gradient_RGKK)
-        for step in reversed(range(1, len(totals))):
-            gradient, size = gradients[step], len(gradients[step])
-            erase_gradients[step].copy_(gradient @ totals[step - 1][:size].transpose(-1, -2)).neg_()
-            gradients[step - 1][:size] += gradient - erases[step].transpose(-1, -2) @ gradient
+        with torch.autocast(gradient_RGKV.device.type, enabled=False):
+            for step in reversed(range(1, len(totals))):
+                gradient, size = gradients[step], len(gradients[step])
+                erase_gradients[step].copy_(gradient @ totals[step - 1][:size].transpose(-1, -2)).neg_()
+                gradients[step - 1][:size] += gradient - erases[step].transpose(-1, -2) @ gradient
         return erase_gradient_RGKK, gradient_RGKV, None
