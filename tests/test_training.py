@@ -264,6 +264,13 @@ def test_fewer_sequences_than_a_batch_are_refused(room, corpus, tmp_path):
         trainer(tmp_path).fit(module(), datamodule=datamodule(room, corpus, micro_batch_size=10_000))
 
 
+def test_much_padding_is_told_before_training(tmp_path):
+    corpus = write_corpus(tmp_path / "few.jsonl", 6)
+    data = datamodule(tmp_path, corpus, sequence_length=300, micro_batch_size=1)
+    with pytest.warns(UserWarning, match="the rest is padding"):
+        trainer(tmp_path, max_steps=1).fit(module(), datamodule=data)
+
+
 def test_a_datamodule_says_what_to_do_before_its_cache_is_open(room, corpus):
     with pytest.raises(CacheIncompleteError, match="prepare_data"):
         datamodule(room, corpus).vocab_size  # noqa: B018

@@ -112,6 +112,7 @@ def _quieten() -> None:
         ".*does not have many workers.*",  # a batch is read faster than a worker process could hand it over
         ".*overridden `on_before_batch_transfer`.*",  # which is what we want
         ".*treespec, LeafSpec.*",
+        ".*your dataloader is not resumable.*",  # it is: our sampler begins where the run stopped
     ):
         warnings.filterwarnings("ignore", message=message)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "Tip:" not in record.msg)

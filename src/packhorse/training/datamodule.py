@@ -13,13 +13,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from lightning import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from packhorse.cache import Cache, DataSettings, open_cache, update_cache
+from packhorse.cache.progress import say
 from packhorse.cache.tokenizers import resolve_tokenizer
 from packhorse.errors import CacheIncompleteError, SettingsError, TokenizerError
 from packhorse.training.batches import derive
 from packhorse.training.order import TrainingOrder, micro_batch_positions, steps_in_epoch
+
+
+MIN_UTILISATION = 0.9
+"""Below this share of real tokens nobody trains without being told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +80,10 @@ class TokenDataModule(LightningDataModule):
         self._started = time.monotonic()
         self._check_vocabulary()
         before = self._num_chunks()
-        after = update_cache(self.settings.cache).snapshot.num_chunks
-        self.was_built = before != after
+        cache = update_cache(self.settings.cache)
+        self.was_built = before != cache.snapshot.num_chunks
+        if self.was_built:
+            say("\n".join(cache.summary.lines()))
 
     def setup(self, stage: str) -> None:
         """Open the cache. Opening a second time for another stage keeps what is open."""
@@ -87,6 +95,7 @@ class TokenDataModule(LightningDataModule):
             # An epoch has one step more or less than the last: its loader is made anew.
             self.trainer.reload_dataloaders_every_n_epochs = 1
             self._check_plan(self.plan)
+            self._check_utilisation()
 
     @property
     def vocab_size(self) -> int:
@@ -225,6 +234,16 @@ class TokenDataModule(LightningDataModule):
                 f"The cache has {plan.sequences:,} train sequences, fewer than one global batch "
                 f"({plan.global_batch:,}).\nAdd text, or lower `micro_batch_size`, `accumulate_grad_batches` or "
                 "`sequence_length`."
+            )
+
+    def _check_utilisation(self) -> None:
+        """Padding that nobody notices costs as much as real tokens."""
+        utilisation = self._opened.summary.utilisation
+        if utilisation < MIN_UTILISATION:
+            rank_zero_warn(
+                f"Only {utilisation:.1%} of the sequences' tokens are text, the rest is padding: there is too little "
+                "text for chunks of this size, or documents are much shorter than `sequence_length`. "
+                "`packing: concat`, shorter sequences or more text help."
             )
 
     def _eval_loader(self, sequences: int) -> DataLoader | list:

@@ -58,6 +58,8 @@ class RunReport(Callback):
         """Print the report, when the last checkpoint is written."""
         if self._first_loss is None:
             return
+        # A live bar would paint over the report; Lightning stops it only later.
+        getattr(trainer.progress_bar_callback, "_stop_progress", lambda: None)()
         data = trainer.datamodule
         summary = data.cache.summary
         steps = trainer.global_step - self._first_step
