@@ -38,6 +38,7 @@ def config(tmp_path, corpus):
             "sequence_length": 32,
             "cache_dir": str(tmp_path / "cache"),
             "workers": 0,
+            "packing": "concat",
             "eval_share": 0.1,
             "micro_batch_size": 2,
             "prompts": ["document 1"],

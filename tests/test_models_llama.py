@@ -192,8 +192,11 @@ def test_tied_embeddings_are_one_parameter_before_and_after_loading(tmp_path):
 def test_training_makes_no_cache_whatever_the_configuration_says():
     model = make_model()
     assert model.config.use_cache
+    input_ids = torch.randint(0, VOCAB, (1, 9))
     for mode in (model.train(), model.eval()):
-        assert mode(torch.randint(0, VOCAB, (1, 9)), use_cache=True).past_key_values is None
+        assert mode(input_ids, use_cache=True).past_key_values is None
+        with torch.no_grad():
+            assert mode(input_ids).past_key_values is None
 
 
 @pytest.mark.parametrize("use_cache", [None, True, False])
@@ -228,12 +231,14 @@ def test_sampling_and_beams_run():
 
 def test_what_would_be_answered_wrongly_is_refused():
     model, prompt = make_model(), torch.randint(0, VOCAB, (1, 10))
-    with pytest.raises(ValueError, match="cache"):
+    with pytest.raises(ValueError, match="InfiniCache"):
         model(prompt, past_key_values=DynamicCache())
-    with pytest.raises(ValueError, match="cache"):
+    with pytest.raises(ValueError, match="InfiniCache"):
         model.generate(prompt, past_key_values=DynamicCache(), max_new_tokens=2)
+    with pytest.raises(ValueError, match="constant size"):
+        model.generate(prompt, cache_implementation="static", max_new_tokens=2)
     with pytest.raises(ValueError, match="input_ids"):
-        model.generate(inputs_embeds=torch.randn(1, 4, 32), max_new_tokens=2)
+        model.generate(inputs_embeds=torch.randn(1, 4, 32), max_new_tokens=2, use_cache=False)
     with pytest.raises(ValueError, match="attention_mask"):
         model(prompt, attention_mask=torch.ones(1, 1, 10, 10))
     with pytest.raises(ValueError, match="hides every token"):

@@ -10,9 +10,11 @@ from packhorse.models.qwen import (
     InfiniQwen3Model,
 )
 from packhorse.models.segments import split_into_segments
+from packhorse.models.streaming import InfiniCache
 
 __all__ = [
     "InfiniAttentionConfig",
+    "InfiniCache",
     "InfiniLlamaConfig",
     "InfiniLlamaForCausalLM",
     "InfiniLlamaModel",

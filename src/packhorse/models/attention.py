@@ -21,6 +21,7 @@ from packhorse.models.gates import activate_gate
 from packhorse.models.loop import attend_by_loop
 from packhorse.models.memory import read_by_attention, read_by_scan
 from packhorse.models.segments import Segments
+from packhorse.models.streaming import StreamPlan, attend_by_stream
 
 
 class InfiniAttentionMixin:
@@ -33,12 +34,21 @@ class InfiniAttentionMixin:
         self.gate.requires_grad_(config.infini_attention.turn_on_memory)
 
     def forward(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], segments: Segments, **kwargs
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        segments: Segments | StreamPlan,
+        **kwargs,
     ) -> tuple[Tensor, None]:
         """[B, T, hidden] -> [B, T, hidden]. The rotary tables have one entry for each place of a segment, [1, S, K]."""
         settings: InfiniAttentionConfig = self.config.infini_attention
         query_BTHK, key_BTGK, value_BTGK = self._project(hidden_states)
-        if settings.backend == "loop":
+        if isinstance(segments, StreamPlan):
+            state = segments.states[self.layer_idx]
+            mixed_BTHK = attend_by_stream(
+                query_BTHK, key_BTGK, value_BTGK, position_embeddings, self.gate, state, segments, self.scaling
+            )
+        elif settings.backend == "loop":
             mixed_BTHK = attend_by_loop(
                 query_BTHK, key_BTGK, value_BTGK, position_embeddings, self.gate, segments, settings, self.scaling
             )

@@ -38,6 +38,26 @@ def write(key_feature: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return key_feature.transpose(-1, -2) @ value, key_feature.sum(-2)
 
 
+def read_memory(query_RSHK: Tensor, memory_RGKV: Tensor, normalizer_RGK: Tensor, eps: float) -> Tensor:
+    """What each segment's queries read from its memory, [R, H, S, V]."""
+    with torch.autocast(query_RSHK.device.type, enabled=False):
+        query_feature = feature_map(_heads_first(query_RSHK))
+        grouped = _group_heads(query_feature, memory_RGKV.shape[1])
+        answer = retrieve(grouped, memory_RGKV, normalizer_RGK, eps)
+        return answer.view(*query_feature.shape[:-1], memory_RGKV.shape[-1])
+
+
+def write_segment(
+    key_RSGK: Tensor, value_RSGV: Tensor, memory_RGKV: Tensor, normalizer_RGK: Tensor, rule: MemoryUpdate, eps: float
+) -> tuple[Tensor, Tensor]:
+    """What each segment, all its places taken, adds to its memory and normaliser."""
+    with torch.autocast(key_RSGK.device.type, enabled=False):
+        key_feature, value = feature_map(_heads_first(key_RSGK)), _heads_first(value_RSGV)
+        if rule == "delta":
+            value = value - retrieve(key_feature, memory_RGKV, normalizer_RGK, eps)
+        return write(key_feature, value)
+
+
 def read_by_scan(
     query_RSHK: Tensor, key_RSGK: Tensor, value_RSGV: Tensor, segments: Segments, rule: MemoryUpdate, eps: float
 ) -> Tensor:
@@ -60,7 +80,6 @@ def read_by_scan(
         eps: added to the normaliser.
     """
     with torch.autocast(query_RSHK.device.type, enabled=False):
-        query_feature = feature_map(_heads_first(query_RSHK))
         key_feature = feature_map(_heads_first(key_RSGK))
         written, normalizer = write(key_feature, _heads_first(value_RSGV))
         normalizer = segments.running_sum(normalizer)
@@ -69,8 +88,7 @@ def read_by_scan(
             memory = segments.running_delta(key_feature.transpose(-1, -2) @ answer_weight, written)
         else:
             memory = segments.running_sum(written)
-        grouped = _group_heads(query_feature, key_RSGK.shape[2])
-        return retrieve(grouped, memory, normalizer, eps).view(*query_feature.shape[:-1], value_RSGV.shape[-1])
+    return read_memory(query_RSHK, memory, normalizer, eps)
 
 
 def read_by_attention(

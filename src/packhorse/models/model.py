@@ -2,16 +2,18 @@
 
 `InfiniModelMixin` and `InfiniForCausalLMMixin` go before a family's model classes; `llama.py` shows how little is left
 to say. The model finds the segments of a batch once and hands them to every layer as a plain argument, so a layer that
-is recomputed for gradient checkpointing sees what it saw before. No state is kept between two calls.
+is recomputed for gradient checkpointing sees what it saw before. Between two calls nothing is kept, except
+in the `InfiniCache` that a caller hands in: `generate` makes one for itself, training never does.
 """
 
-from torch import LongTensor, Tensor, arange, nn
+from torch import LongTensor, Tensor, arange, is_grad_enabled, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
 from packhorse.models.attention import InfiniAttentionMixin
 from packhorse.models.segments import Segments, split_into_segments
+from packhorse.models.streaming import InfiniCache
 
 
 class InfiniPreTrainedMixin:
@@ -47,7 +49,7 @@ class InfiniModelMixin:
         input_ids: LongTensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: LongTensor | None = None,
-        past_key_values: None = None,
+        past_key_values: InfiniCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         segments: Segments | None = None,
@@ -59,38 +61,46 @@ class InfiniModelMixin:
             input_ids: [B, T].
             attention_mask: [B, T], 0 for padding on either side. A packed row needs none.
             position_ids: [B, T], restarting at 0 for every document of a packed row. Without them, one document a row.
-            past_key_values: not supported; must be None.
+            past_key_values: what earlier calls have read of the same rows; moved on by this call. Needs no_grad.
             inputs_embeds: [B, T, hidden], instead of `input_ids`.
-            use_cache: has no effect, nothing is cached.
+            use_cache: True starts an `InfiniCache` if there is none, except where gradients are recorded.
             segments: what `split_into_segments` makes of the two above, if a data loader has done it already.
             kwargs: passed on to the layers.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give either input_ids or inputs_embeds, and not both.")
+        if past_key_values is None and use_cache and not is_grad_enabled():
+            past_key_values = InfiniCache(self.config)
         if past_key_values is not None:
-            raise ValueError("Infini-attention cannot continue from a key/value cache: pass the whole text again.")
+            _check_cache(past_key_values, segments)
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(
                 f"attention_mask must be [batch, tokens], got shape {tuple(attention_mask.shape)}: which token sees "
                 "which follows from position_ids."
             )
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if segments is None:
-            segment_length = self.config.infini_attention.segment_length
-            segments = split_into_segments(hidden_states.shape[:2], segment_length, position_ids, attention_mask)
-        segments = segments.to(hidden_states.device)
-        place_1S = arange(segments.width, device=hidden_states.device)[None]
+        shape, device = hidden_states.shape[:2], hidden_states.device
+        segment_length = self.config.infini_attention.segment_length
+        if past_key_values is not None:
+            segments, num_places = past_key_values.plan(shape, attention_mask, position_ids, device), segment_length + 1
+        else:
+            if segments is None:
+                segments = split_into_segments(shape, segment_length, position_ids, attention_mask)
+            segments, num_places = segments.to(device), segments.width
+        place_1S = arange(num_places, device=device)[None]
         position_embeddings = self.rotary_emb(hidden_states, position_ids=place_1S)
 
         for layer in self.layers:
             hidden_states = layer(
                 hidden_states, position_embeddings=position_embeddings, segments=segments, use_cache=False, **kwargs
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states))
+        if past_key_values is not None:
+            past_key_values.advance(segments)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
 
 class InfiniForCausalLMMixin:
-    """Logits, and generation without a cache: every new token reads the whole text. Only to be inherited from."""
+    """Logits, and generation from a state of constant size. Only to be inherited from."""
 
     infini_model_class: type[InfiniModelMixin]
 
@@ -103,11 +113,29 @@ class InfiniForCausalLMMixin:
         self.post_init()
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs: dict, *args, **kwargs) -> None:
-        # The only place where transformers decides between feeding one token and feeding the whole text.
-        if model_kwargs.get("past_key_values") is not None:
-            raise ValueError("Infini-attention cannot continue from a key/value cache: pass the whole text again.")
-        if model_kwargs.get("inputs_embeds") is not None:
+        # Where transformers would make a cache that grows with the text.
+        if generation_config.cache_implementation is not None:
             raise ValueError(
-                "generate() without a cache needs input_ids: it cannot embed new tokens after inputs_embeds."
+                f"cache_implementation {generation_config.cache_implementation!r} caches plain attention. Leave it "
+                "out: Infini-attention brings its own cache, of constant size."
             )
-        generation_config.use_cache = False
+        if (cache := model_kwargs.get("past_key_values")) is not None:
+            _check_cache(cache)
+        elif generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = InfiniCache(self.config)
+        elif model_kwargs.get("inputs_embeds") is not None:
+            raise ValueError("generate() from inputs_embeds needs use_cache=True: without, it reads input_ids again.")
+
+
+def _check_cache(cache: InfiniCache, segments: Segments | None = None) -> None:
+    if not isinstance(cache, InfiniCache):
+        raise ValueError(
+            f"Infini-attention cannot continue from a {type(cache).__name__}: it keeps a memory, not all keys and "
+            "values. Pass an InfiniCache, or leave past_key_values out."
+        )
+    if is_grad_enabled():
+        raise ValueError(
+            "An InfiniCache carries no gradients. Wrap the call in torch.no_grad(), or train on the whole text at once."
+        )
+    if segments is not None:
+        raise ValueError("Give either segments or past_key_values: a cache finds the segments by itself.")
