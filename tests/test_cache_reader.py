@@ -31,6 +31,18 @@ def made(tmp_path_factory, gpt2_like):
     return build_cache(files, tokenizer=str(gpt2_like), cache_dir=str(folder / "cache"), **options)
 
 
+def source_rows(cache, record):
+    """The texts of a chunk's ranges, in order."""
+    rows = []
+    for file, start, stop in record.ranges:
+        if file == 0:
+            rows += TEXTS[start:stop]
+        else:
+            data = (cache.folder.parents[1] / "b.jsonl").read_bytes()[start:stop]
+            rows += [json.loads(line)["text"] for line in data.splitlines()]
+    return rows
+
+
 def straightforward(cache, split):
     """(tokens, piece lengths) of all sequences, chunk by chunk, by decoding whole files."""
     tokens, lengths = [], []
@@ -91,13 +103,7 @@ def test_every_piece_leads_back_to_its_row_and_holds_the_tokens_of_that_row(made
     seen = []
     for number in range(made.snapshot.num_chunks):
         chunk, record = made.chunk(number), read_record(made.folder, number)
-        rows = []  # texts of the chunk's ranges, in order
-        for file, start, stop in record.ranges:
-            if file == 0:
-                rows += TEXTS[start:stop]
-            else:
-                data = (made.folder.parents[1] / "b.jsonl").read_bytes()[start:stop]
-                rows += [json.loads(line)["text"] for line in data.splitlines()]
+        rows = source_rows(made, record)
         document_rows, ends = chunk.side("document_rows"), {}
         for row in range(chunk.header.num_sequences):
             tokens, place = chunk.tokens(row), 0
@@ -204,3 +210,15 @@ def test_usable_cores_are_at_least_one_and_no_more_than_allowed():
     cores = usable_cores()
     assert 1 <= len(cores) <= len(os.sched_getaffinity(0))
     assert set(cores) <= os.sched_getaffinity(0)
+
+
+def test_pieces_lead_from_a_sequence_back_to_its_documents(made):
+    for split in ("train", "eval"):
+        for number in range(made.num_sequences(split)):
+            tokens, end = made.read([number], split).tokens[0], 0
+            for piece in made.pieces(number, split):
+                start, end = end, end + piece.length
+                ids = [i for i in tokens[start:end].tolist() if i != made.recipe.eos_id]
+                text = source_rows(made, read_record(made.folder, piece.chunk))[piece.row]
+                # A cut inside a character leaves part of it on either side.
+                assert made.decode(ids).strip("\ufffd") in text

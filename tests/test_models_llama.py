@@ -237,8 +237,6 @@ def test_what_would_be_answered_wrongly_is_refused():
         model.generate(prompt, past_key_values=DynamicCache(), max_new_tokens=2)
     with pytest.raises(ValueError, match="constant size"):
         model.generate(prompt, cache_implementation="static", max_new_tokens=2)
-    with pytest.raises(ValueError, match="input_ids"):
-        model.generate(inputs_embeds=torch.randn(1, 4, 32), max_new_tokens=2, use_cache=False)
     with pytest.raises(ValueError, match="attention_mask"):
         model(prompt, attention_mask=torch.ones(1, 1, 10, 10))
     with pytest.raises(ValueError, match="hides every token"):

@@ -216,7 +216,7 @@ def test_validation_weighs_tokens_not_batches(room, corpus, tmp_path):
 def test_a_model_can_be_validated_before_it_is_trained(room, corpus, tmp_path):
     data, model = datamodule(room, corpus), module()
     trainer(tmp_path, limit_val_batches=None).validate(model, datamodule=data, verbose=False)
-    run = trainer(tmp_path, max_steps=2, limit_val_batches=None)
+    run = trainer(tmp_path, max_steps=2, limit_val_batches=None, num_sanity_val_steps=1)
     run.fit(model, datamodule=data)
     assert run.global_step == 2
 

@@ -16,8 +16,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from packhorse.cache.chunk import token_bits
-from packhorse.cache.reader import SequenceReader
+from packhorse.cache.reader import SequenceReader, Split
 from packhorse.cache.recipe import Recipe, read_identity
 from packhorse.cache.record import Record, read_record, record_path
 from packhorse.cache.settings import CacheSettings
@@ -72,6 +74,19 @@ class CacheSummary:
             if skipped
             else []
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A run of tokens of one document in a sequence."""
+
+    chunk: int
+    document: int
+    """Number of the document in the chunk."""
+    row: int
+    """Row of the document in the part of the source that the chunk was made from, counted from 0."""
+    length: int
+    """Tokens."""
 
 
 class Cache:
@@ -133,8 +148,29 @@ class Cache:
         """Sums over the snapshot."""
         return summarise(self.folder, self.snapshot.num_chunks, self.recipe.sequence_length)
 
+    def pieces(self, number: int, split: Split = "train") -> list["Piece"]:
+        """What a sequence is made of: which documents, and where they came from."""
+        chunks, rows = self.snapshot.locate(np.array([number]), split)
+        reader = self.chunk(int(chunks[0]))
+        row = int(rows[0]) + (reader.header.num_train if split == "eval" else 0)
+        documents = reader.piece_documents(row)
+        return [
+            Piece(chunk=int(chunks[0]), document=int(document), row=int(source_row), length=int(length))
+            for document, source_row, length in zip(
+                documents, reader.side("document_rows")[documents], reader.piece_lengths(row), strict=True
+            )
+        ]
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without special tokens."""
+        if (self.tokenizer_folder / "tokenizer.json").exists():
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(str(self.tokenizer_folder)).encode(text, add_special_tokens=False)
+
     @cached_property
-    def _decoder(self):
+    def _tokenizer(self):
         from tokenizers import Tokenizer
 
         return Tokenizer.from_file(str(self.tokenizer_folder / "tokenizer.json"))
@@ -142,7 +178,7 @@ class Cache:
     def decode(self, tokens) -> str:
         """The text of some ids, special tokens included."""
         if (self.tokenizer_folder / "tokenizer.json").exists():
-            return self._decoder.decode([int(t) for t in tokens], skip_special_tokens=False)
+            return self._tokenizer.decode([int(t) for t in tokens], skip_special_tokens=False)
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(str(self.tokenizer_folder)).decode(tokens)

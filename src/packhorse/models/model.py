@@ -123,8 +123,6 @@ class InfiniForCausalLMMixin:
             _check_cache(cache)
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = InfiniCache(self.config)
-        elif model_kwargs.get("inputs_embeds") is not None:
-            raise ValueError("generate() from inputs_embeds needs use_cache=True: without, it reads input_ids again.")
 
 
 def _check_cache(cache: InfiniCache, segments: Segments | None = None) -> None:

@@ -23,7 +23,6 @@ from packhorse.errors import CacheIncompleteError, SettingsError, TokenizerError
 from packhorse.training.batches import derive
 from packhorse.training.order import TrainingOrder, micro_batch_positions, steps_in_epoch
 
-
 MIN_UTILISATION = 0.9
 """Below this share of real tokens nobody trains without being told."""
 
@@ -186,11 +185,8 @@ class TokenDataModule(LightningDataModule):
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, after the BOS of the recipe if it has one."""
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(str(self._opened.tokenizer_folder))
         bos = self._opened.recipe.bos_id
-        return [*([] if bos is None else [bos]), *tokenizer.encode(text, add_special_tokens=False)]
+        return [*([] if bos is None else [bos]), *self._opened.encode(text)]
 
     def decode(self, ids: list[int]) -> str:
         """The text of some ids."""

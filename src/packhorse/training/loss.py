@@ -146,8 +146,9 @@ class TokenLoss(Metric):
 
     def update(self, nll_sum: Tensor | float, num_tokens: Tensor | int) -> None:
         """Add what `chunked_cross_entropy` returned."""
-        self.nll_sum += nll_sum
-        self.tokens += num_tokens
+        # Not in place: states that a validation has reset are inference tensors, which cannot be changed in training.
+        self.nll_sum = self.nll_sum + nll_sum
+        self.tokens = self.tokens + num_tokens
 
     def compute(self) -> Tensor:
         """Nats per token."""
