@@ -114,6 +114,26 @@ def test_query_heads_read_the_memory_of_their_neighbours_in_the_key_value_head(r
     )
 
 
+@pytest.mark.parametrize(("backend", "rule"), FAST)
+def test_normalised_queries_and_keys_do_not_feel_their_size(backend, rule):
+    """With `memory_qk_norm` every backend agrees, and ten times the keys is the same memory."""
+    model, (input_ids, position_ids) = make_model(memory_qk_norm=True, memory_update=rule, backend=backend), packed()
+    inputs = {"input_ids": input_ids, "position_ids": position_ids}
+    got, gradients = logits_and_gradients(model, **inputs)
+    expected, expected_gradients = logits_and_gradients(with_settings(model, backend="loop"), **inputs)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients.items():
+        scale = expected_gradients[name].abs().max().clamp(min=1)
+        torch.testing.assert_close(gradient / scale, expected_gradients[name] / scale, rtol=0, atol=1e-5, msg=name)
+    for layer in model.model.layers:  # what local attention sees, q times k, stays as it is
+        layer.self_attn.k_proj.weight.data.mul_(10)
+        layer.self_attn.q_proj.weight.data.div_(10)
+    with_settings(model, backend=backend)
+    torch.testing.assert_close(model(**inputs).logits, got, rtol=1e-3, atol=1e-3)
+    without = with_settings(model, memory_qk_norm=False)(**inputs).logits
+    assert (without - got).abs().max() > 0.1
+
+
 def test_the_delta_rule_writes_what_the_linear_rule_does_not():
     """The two agree until a document's second segment has been written: nothing stands before the first."""
     model, (input_ids, position_ids) = make_model(memory_update="linear"), packed()
@@ -132,7 +152,18 @@ def test_the_running_delta_is_the_gradient_of_its_own_recurrence(lengths):
     total = sum(lengths)
     erase = torch.randn(total, 2, 3, 3, dtype=torch.float64, requires_grad=True)
     x = torch.randn(total, 2, 3, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda erase, x: RunningDelta.apply(erase, x, steps), (erase, x))
+    assert torch.autograd.gradcheck(lambda erase, x: RunningDelta.apply(erase, x, steps, None), (erase, x))
+
+
+def test_a_backward_under_autocast_leaves_the_running_delta_in_fp32():
+    gradients = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        erase, x = torch.randn(6, 2, 8, 8, requires_grad=True), torch.randn(6, 2, 8, 8, requires_grad=True)
+        total = RunningDelta.apply(erase, x, lambda y: y.split((2, 2, 2)), None)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            gradients.append(torch.autograd.grad(total.square().sum(), (erase, x)))
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize("rule", ["linear", "delta"])
@@ -191,6 +222,43 @@ def test_a_later_segments_loss_teaches_the_keys_and_values_of_an_earlier_one(len
     gradients = torch.autograd.grad(output[:, 8:].square().sum(), [written["k_proj"], written["v_proj"]])
     for gradient in gradients:
         assert (gradient[:, :8].abs().amax(-1) > 1e-7).all()
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("rows", ["ragged", "regular"])
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_detaching_changes_no_value_and_stops_the_gradients_that_the_loop_stops(rule, rows, every):
+    model = make_model(torch.float64, memory_update=rule, segment_length=4)
+    input_ids, position_ids = packed()
+    inputs = {"input_ids": input_ids[:, :24]}
+    if rows == "ragged":
+        inputs = {"input_ids": input_ids, "position_ids": position_ids}
+    whole, all_gradients = logits_and_gradients(model, **inputs)
+    with_settings(model, detach_every_n_segments=every, backend="loop")
+    expected, expected_gradients = logits_and_gradients(model, **inputs)
+    got, gradients = logits_and_gradients(with_settings(model, backend="auto"), **inputs)
+    torch.testing.assert_close(got, whole, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-8, atol=1e-8, msg=name)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    assert (gradients[name] - all_gradients[name]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(("every", "taught"), [(1, "001"), (2, "001"), (3, "111"), (None, "111")])
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_a_detached_memory_still_teaches_the_segment_before(rule, every, taught):
+    """The loss of the fourth segment; where n = 2 divides the third one's index, the memory it is added to stops."""
+    model = make_model(memory_update=rule, detach_every_n_segments=every)
+    embeddings = torch.randn(1, 32, 32, requires_grad=True)
+    attention, written = model.model.layers[0].self_attn, []
+    attention.v_proj.register_forward_hook(lambda *args: written.append(args[2]))
+    output, _ = attention(
+        embeddings, model.model.rotary_emb(embeddings, torch.arange(8)[None]), split_into_segments((1, 32), 8)
+    )
+    gradient = torch.autograd.grad(output[:, 24:].square().sum(), written)[0].abs().amax(-1).view(4, 8)
+    for index, is_taught in enumerate(taught):
+        assert (gradient[index] > 1e-7).all() if is_taught == "1" else (gradient[index] == 0).all()
 
 
 @pytest.mark.parametrize("rule", ["linear", "delta"])

@@ -253,6 +253,8 @@ def test_what_would_be_answered_wrongly_is_refused():
         ({"balance_act_type": "sigmoid"}, "balance_act_type must be one of orig_sigmoid"),
         ({"memory_update": "hebbian"}, "memory_update"),
         ({"memory_update": "delta", "backend": "attention"}, "what stood before"),
+        ({"detach_every_n_segments": 0}, "detach_every_n_segments must be"),
+        ({"detach_every_n_segments": 2, "backend": "attention"}, "has no memory"),
         ({"balance_init_value": -4.0}, "balance_init_type"),
         ({"segment_size": 8}, "has no field segment_size"),
         ({"balance_act_type": "tanh_abs"}, "never move"),

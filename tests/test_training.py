@@ -7,9 +7,10 @@ import lightning
 import numpy as np
 import pytest
 import torch
+import transformers
 from lightning.pytorch.callbacks import Callback
 
-from packhorse.errors import CacheIncompleteError, TokenizerError
+from packhorse.errors import CacheIncompleteError, SettingsError, TokenizerError
 from packhorse.models import InfiniAttentionConfig, gate_parameters
 from packhorse.training import LanguageModule, RecoveryCheckpoint, ScheduleSettings, TokenDataModule
 from packhorse.training.datamodule import TrainSampler
@@ -292,25 +293,34 @@ def test_a_checkpoint_holds_what_is_needed_to_load_it_without_settings(room, cor
         assert torch.equal(a, b)
 
 
-def test_a_pretrained_checkpoint_is_continued_with_its_own_tokenizer_size(room, corpus, tmp_path):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    plain = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=512,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-        )
-    )
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+def test_a_pretrained_checkpoint_is_continued_with_its_own_vocabulary(room, corpus, tmp_path, family):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 512}
+    plain = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes, **heads))
     plain.save_pretrained(tmp_path / "plain")
     model = module(config=None, pretrained=str(tmp_path / "plain"))
     data = datamodule(room, corpus)
     trainer(tmp_path, max_steps=1, limit_train_batches=1).fit(model, datamodule=data)
+    assert type(model.model).__name__ == f"Infini{family}ForCausalLM"
     assert model.model.config.vocab_size == 512 > data.vocab_size
     assert model.model.config.infini_attention.segment_length == 8
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_other_families_are_trained_saved_and_loaded(room, corpus, tmp_path, family):
+    checkpoint = RecoveryCheckpoint(dirpath=tmp_path / "ckpt", save_last=True)
+    model = module(family=family)
+    run = trainer(tmp_path, max_steps=2, callbacks=[checkpoint], enable_checkpointing=True)
+    run.fit(model, datamodule=datamodule(room, corpus))
+    loaded = LanguageModule.load_from_checkpoint(tmp_path / "ckpt" / "last.ckpt", weights_only=True)
+    assert loaded.model.config.model_type == f"infini_{family}"
+
+
+def test_a_checkpoint_of_an_unknown_family_is_refused(tmp_path):
+    transformers.GPT2Config().save_pretrained(tmp_path)
+    with pytest.raises(SettingsError, match="gpt2"):
+        module(config=None, pretrained=str(tmp_path)).make_config(10)
 
 
 def test_text_is_continued_from_a_prompt(room, corpus, tmp_path):

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from packhorse.models.config import InfiniAttentionConfig
 from packhorse.models.gates import activate_gate
 from packhorse.models.loop import attend_by_loop
-from packhorse.models.memory import read_by_attention, read_by_scan
+from packhorse.models.memory import normalise, read_by_attention, read_by_scan
 from packhorse.models.segments import Segments
 from packhorse.models.streaming import StreamPlan, attend_by_stream
 
@@ -78,19 +78,23 @@ class InfiniAttentionMixin:
         if not settings.turn_on_memory:
             return segments.unfold(local_NSHK)
 
+        prepare = normalise if settings.memory_qk_norm else _keep
         if choose_backend(settings, segments, query_BTHK.shape[1], self.head_dim) == "attention":
             document_BT, index_BT = segments.places(query_BTHK.device)
             is_past_BTT = (document_BT[:, :, None] == document_BT[:, None]) & (index_BT[:, :, None] > index_BT[:, None])
-            memory_BTHK = read_by_attention(query_BTHK, key_BTGK, value_BTGK, is_past_BTT, settings.memory_eps)
+            memory_BTHK = read_by_attention(
+                prepare(query_BTHK), prepare(key_BTGK), value_BTGK, is_past_BTT, settings.memory_eps
+            )
             _, memory_RSHK = segments.split(segments.fold(memory_BTHK))
         else:
             memory_RSHK = read_by_scan(
-                segments.split(query_NSHK)[1],
-                segments.previous(key_NSGK),
+                prepare(segments.split(query_NSHK)[1]),
+                prepare(segments.previous(key_NSGK)),
                 segments.previous(value_NSGK),
                 segments,
                 settings.memory_update,
                 settings.memory_eps,
+                settings.detach_every_n_segments,
             ).transpose(1, 2)
 
         gate_H1 = activate_gate(self.gate, settings.balance_act_type).to(memory_RSHK.dtype).unsqueeze(-1)
@@ -136,6 +140,10 @@ def choose_backend(settings: InfiniAttentionConfig, segments: Segments, row_leng
     """
     if settings.backend != "auto":
         return settings.backend
-    if settings.memory_update == "delta":
+    if settings.memory_update == "delta" or settings.detach_every_n_segments is not None:
         return "scan"
     return "attention" if 4 * row_length * segments.width <= head_size**2 else "scan"
+
+
+def _keep(x: Tensor) -> Tensor:
+    return x

@@ -6,7 +6,7 @@ A model family needs three lines: see `InfiniLlamaConfig`.
 """
 
 from dataclasses import asdict, dataclass, fields
-from typing import Literal, Self, get_args
+from typing import Literal, Self, get_args, get_origin
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
@@ -46,6 +46,14 @@ class InfiniAttentionConfig:
     """How a segment is written: `linear` adds its values (equation 8), `delta` what they add to what the memory already
     answers for their keys (equation 9)."""
 
+    memory_qk_norm: bool = False
+    """Scale the memory's queries and keys to root mean square 1 for each head. It helps models without head norms whose
+    keys are large or much alike (Qwen2's have big biases)."""
+
+    detach_every_n_segments: int | None = None
+    """Stop gradients where every n-th segment is added to the memory: a loss then reaches 1 to n segments back. None
+    teaches all segments, as the paper does."""
+
     backend: Backend = "auto"
     """Same values, other speed: `scan` over segments, masked `attention` (linear only), literal `loop`."""
 
@@ -56,8 +64,15 @@ class InfiniAttentionConfig:
             raise ValueError(f"memory_eps must be above 0, or an empty read is 0 / 0; got {self.memory_eps}.")
         for field in fields(self):
             allowed, value = get_args(field.type), getattr(self, field.name)
-            if allowed and value not in allowed:
+            if get_origin(field.type) is Literal and value not in allowed:
                 raise ValueError(f"{field.name} must be one of {', '.join(allowed)}; got {value!r}.")
+        if self.detach_every_n_segments is not None and self.detach_every_n_segments < 1:
+            raise ValueError(f"detach_every_n_segments must be at least 1, got {self.detach_every_n_segments}.")
+        if self.backend == "attention" and self.detach_every_n_segments is not None:
+            raise ValueError(
+                "backend 'attention' has no memory whose gradient detach_every_n_segments could stop. "
+                "Set backend: auto, or leave detach_every_n_segments out."
+            )
         if self.backend == "attention" and self.memory_update == "delta":
             raise ValueError(
                 "backend 'attention' weighs every past token by itself, but with memory_update 'delta' what a segment "

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 
 from packhorse.models.config import InfiniAttentionConfig
 from packhorse.models.gates import activate_gate
-from packhorse.models.memory import feature_map, retrieve, write
+from packhorse.models.memory import feature_map, normalise, retrieve, write
 from packhorse.models.segments import Segments
 
 
@@ -42,12 +42,17 @@ def attend_by_loop(
                 local = _attend_locally(query_1HSK, key_1HSK, value_1HSK, position_embeddings, scaling)
                 if settings.turn_on_memory:
                     wide = torch.promote_types(local.dtype, torch.float32)
+                    if settings.memory_qk_norm:
+                        query_1HSK, key_1HSK = normalise(query_1HSK), normalise(key_1HSK)
                     with torch.autocast(local.device.type, enabled=False):
                         if memory is None:
                             answer = torch.zeros_like(local, dtype=wide)
                         else:
                             answer = retrieve(feature_map(query_1HSK.to(wide)), memory, normalizer, settings.memory_eps)
                         mixed = _mix(local.to(wide), answer, gate_H, settings, is_first=memory is None)
+                        every = settings.detach_every_n_segments
+                        if every is not None and index > 0 and index % every == 0:
+                            memory, normalizer = memory.detach(), normalizer.detach()
                         key_feature, value = feature_map(key_1HSK.to(wide)), value_1HSK.to(wide)
                         if settings.memory_update == "delta" and memory is not None:
                             value = value - retrieve(key_feature, memory, normalizer, settings.memory_eps)

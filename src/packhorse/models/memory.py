@@ -18,6 +18,7 @@ Shapes: R segments with a past, S tokens of a segment, T tokens of a row, B rows
 
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
 from packhorse.models.config import MemoryUpdate
 from packhorse.models.segments import Segments
@@ -26,6 +27,12 @@ from packhorse.models.segments import Segments
 def feature_map(x: Tensor) -> Tensor:
     """sigma(x) = x + 1 above zero, exp(x) below: positive, also where `elu(x) + 1` rounds to zero."""
     return _FeatureMap.apply(x)
+
+
+def normalise(x_BTHK: Tensor) -> Tensor:
+    """Queries or keys for `memory_qk_norm`: root mean square 1 over each head, in fp32 at least."""
+    wide = x_BTHK.to(torch.promote_types(x_BTHK.dtype, torch.float32))
+    return rms_norm(wide, wide.shape[-1:], eps=1e-6)
 
 
 def retrieve(query_feature: Tensor, memory: Tensor, normalizer: Tensor, eps: float) -> Tensor:
@@ -59,7 +66,13 @@ def write_segment(
 
 
 def read_by_scan(
-    query_RSHK: Tensor, key_RSGK: Tensor, value_RSGV: Tensor, segments: Segments, rule: MemoryUpdate, eps: float
+    query_RSHK: Tensor,
+    key_RSGK: Tensor,
+    value_RSGV: Tensor,
+    segments: Segments,
+    rule: MemoryUpdate,
+    eps: float,
+    detach_every: int | None = None,
 ) -> Tensor:
     """All segments at once: one write each, a running sum over the past, one read each. -> [R, H, S, V].
 
@@ -78,16 +91,18 @@ def read_by_scan(
         segments: which segment follows which.
         rule: `linear` or `delta`.
         eps: added to the normaliser.
+        detach_every: how many segments a gradient may pass; None for all.
     """
     with torch.autocast(query_RSHK.device.type, enabled=False):
         key_feature = feature_map(_heads_first(key_RSGK))
         written, normalizer = write(key_feature, _heads_first(value_RSGV))
-        normalizer = segments.running_sum(normalizer)
+        normalizer = segments.running_sum(normalizer, detach_every)
         if rule == "delta":
-            answer_weight = key_feature / (key_feature @ segments.delay(normalizer).unsqueeze(-1) + eps)
-            memory = segments.running_delta(key_feature.transpose(-1, -2) @ answer_weight, written)
+            normalizer_before = segments.delay(normalizer, detach_every)
+            answer_weight = key_feature / (key_feature @ normalizer_before.unsqueeze(-1) + eps)
+            memory = segments.running_delta(key_feature.transpose(-1, -2) @ answer_weight, written, detach_every)
         else:
-            memory = segments.running_sum(written)
+            memory = segments.running_sum(written, detach_every)
     return read_memory(query_RSHK, memory, normalizer, eps)
 
 

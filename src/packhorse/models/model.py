@@ -2,8 +2,8 @@
 
 `InfiniModelMixin` and `InfiniForCausalLMMixin` go before a family's model classes; `llama.py` shows how little is left
 to say. The model finds the segments of a batch once and hands them to every layer as a plain argument, so a layer that
-is recomputed for gradient checkpointing sees what it saw before. Between two calls nothing is kept, except
-in the `InfiniCache` that a caller hands in: `generate` makes one for itself, training never does.
+is recomputed for gradient checkpointing sees what it saw before. Between two calls nothing is kept, except in the
+`InfiniCache` that a caller hands in: `generate` makes one for itself, training never does.
 """
 
 from torch import LongTensor, Tensor, arange, is_grad_enabled, nn

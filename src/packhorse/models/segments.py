@@ -17,13 +17,13 @@ L tokens that are not masked, H heads, K head size.
 """
 
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from packhorse.models.recurrence import RunningDelta, RunningSum
+from packhorse.models.recurrence import RunningDelta, RunningSum, delay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,18 +60,21 @@ class RegularSegments:
         """The segment before each of those with a past, in the same order."""
         return self._by_row(x_N)[:, :-1].flatten(0, 1)
 
-    def running_sum(self, x_R: Tensor) -> Tensor:
+    def running_sum(self, x_R: Tensor, detach_every: int | None = None) -> Tensor:
         """Of values standing at `previous`: the sum over all earlier segments of the same document."""
+        if detach_every is not None:
+            return RunningSum.apply(x_R, self.steps, detach_every)
         return x_R.unflatten(0, (self.rows, self.per_row - 1)).cumsum(1).flatten(0, 1)
 
-    def running_delta(self, erase_R: Tensor, x_R: Tensor) -> Tensor:
+    def running_delta(self, erase_R: Tensor, x_R: Tensor, detach_every: int | None = None) -> Tensor:
         """The same where each step first erases: total = x + (1 - erase) total, with matrices."""
-        return RunningDelta.apply(erase_R, x_R, self.steps)
+        return RunningDelta.apply(erase_R, x_R, self.steps, detach_every)
 
-    def delay(self, x_R: Tensor) -> Tensor:
+    def delay(self, x_R: Tensor, detach_every: int | None = None) -> Tensor:
         """The value one step earlier; a document's first, with nothing before it, keeps its own."""
-        by_row = x_R.unflatten(0, (self.rows, self.per_row - 1))
-        return torch.cat([by_row[:, :1], by_row[:, :-1]], dim=1).flatten(0, 1)
+        if self.per_row == 1:
+            return x_R
+        return torch.stack(delay(self.steps(x_R), detach_every), dim=1).flatten(0, 1)
 
     def steps(self, x_R: Tensor) -> tuple[Tensor, ...]:
         """Views of the segments that are second, third, ... in their documents; each goes on with the one before."""
@@ -133,18 +136,17 @@ class RaggedSegments:
         none = self.last_segments[:0]
         return _MoveRows.apply(x_N, self.previous_R, none, self.next_N, self.last_segments)
 
-    def running_sum(self, x_R: Tensor) -> Tensor:
+    def running_sum(self, x_R: Tensor, detach_every: int | None = None) -> Tensor:
         """Of values standing at `previous`: the sum over all earlier segments of the same document."""
-        return RunningSum.apply(x_R, self.steps)
+        return RunningSum.apply(x_R, self.steps, detach_every)
 
-    def running_delta(self, erase_R: Tensor, x_R: Tensor) -> Tensor:
+    def running_delta(self, erase_R: Tensor, x_R: Tensor, detach_every: int | None = None) -> Tensor:
         """The same where each step first erases: total = x + (1 - erase) total, with matrices."""
-        return RunningDelta.apply(erase_R, x_R, self.steps)
+        return RunningDelta.apply(erase_R, x_R, self.steps, detach_every)
 
-    def delay(self, x_R: Tensor) -> Tensor:
+    def delay(self, x_R: Tensor, detach_every: int | None = None) -> Tensor:
         """The value one step earlier; a document's first, with nothing before it, keeps its own."""
-        steps = self.steps(x_R)
-        return torch.cat([*steps[:1], *(before[: len(after)] for before, after in pairwise(steps)), x_R[:0]])
+        return torch.cat([*delay(self.steps(x_R), detach_every), x_R[:0]])
 
     def steps(self, x_R: Tensor) -> tuple[Tensor, ...]:
         """Views of the segments that are second, third, ... in their documents; each goes on with the one before."""

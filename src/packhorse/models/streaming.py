@@ -30,7 +30,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from packhorse.models.config import InfiniAttentionConfig
 from packhorse.models.gates import activate_gate
-from packhorse.models.memory import read_memory, write_segment
+from packhorse.models.memory import normalise, read_memory, write_segment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +69,15 @@ class InfiniCacheLayer(CacheLayerMixin):
     def read(self, query_BPHK: Tensor) -> Tensor:
         """What the memory answers, [B, P, H, V]; zero while it is empty."""
         memory, normalizer = self.tensors["memory"], self.tensors["normalizer"]
+        if self.settings.memory_qk_norm:
+            query_BPHK = normalise(query_BPHK)
         return read_memory(query_BPHK, memory, normalizer, self.settings.memory_eps).transpose(1, 2)
 
     def write(self, full_rows: Tensor) -> None:
         """Write the full segments of these rows to their memory."""
         keys, values, memory, normalizer = (x[full_rows] for x in self.tensors.values())
+        if self.settings.memory_qk_norm:
+            keys = normalise(keys)
         added = write_segment(
             keys[:, :-1], values[:, :-1], memory, normalizer, self.settings.memory_update, self.settings.memory_eps
         )
@@ -300,7 +304,7 @@ def _cut(seen_B: Tensor, real_BT: Tensor, segment_length: int, device: torch.dev
         row_N, column_N = is_taken_BP.nonzero(as_tuple=True)
         result_BT[row_N, token_BP[row_N, column_N]] = num_results + column_N
         end_B = place_B + take_B
-        full_rows = ((end_B == segment_length) & (take_B > 0)).nonzero().squeeze(1)
+        full_rows = (end_B == segment_length).nonzero().squeeze(1)
         steps.append(
             StreamStep(
                 token_BP=token_BP.to(device),

@@ -14,17 +14,29 @@ from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from packhorse.errors import SettingsError, TokenizerError
 from packhorse.models import (
     InfiniAttentionConfig,
     InfiniLlamaConfig,
     InfiniLlamaForCausalLM,
+    InfiniQwen2Config,
+    InfiniQwen2ForCausalLM,
+    InfiniQwen3Config,
+    InfiniQwen3ForCausalLM,
     gate_parameters,
     split_into_segments,
 )
 from packhorse.training.loss import TokenLoss, chunked_cross_entropy
 from packhorse.training.schedule import Schedule, warmup_steps
+
+FAMILIES = {
+    "llama": (InfiniLlamaConfig, InfiniLlamaForCausalLM),
+    "qwen2": (InfiniQwen2Config, InfiniQwen2ForCausalLM),
+    "qwen3": (InfiniQwen3Config, InfiniQwen3ForCausalLM),
+}
+"""A plain model's type -> its configuration and model with Infini-attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +74,13 @@ class AdamW(torch.optim.AdamW):
 
 
 class LanguageModule(LightningModule):
-    """Trains a Llama with Infini-attention on packed sequences.
+    """Trains a language model with Infini-attention on packed sequences.
 
     Args:
-        config: Fields of transformers' `LlamaConfig` for a new model: hidden_size, num_hidden_layers, ... `vocab_size`
-            follows the tokenizer unless it is given here.
-        pretrained: A Llama checkpoint to continue from, a folder or a hub name, instead of `config`.
+        config: Fields of the family's transformers configuration for a new model: hidden_size, num_hidden_layers, ...
+            `vocab_size` follows the tokenizer unless it is given here.
+        family: What a new model is built like.
+        pretrained: A Llama, Qwen2 or Qwen3 checkpoint to continue from, a folder or a hub name, instead of `config`.
         infini_attention: How attention splits a document into segments and what it remembers.
         optimizer: Any torch optimizer by class path; weight decay applies to matrices only.
         schedule: How the learning rate goes over the run.
@@ -79,6 +92,7 @@ class LanguageModule(LightningModule):
     def __init__(
         self,
         config: dict[str, Any] | None = None,
+        family: Literal["llama", "qwen2", "qwen3"] = "llama",
         pretrained: str | None = None,
         infini_attention: InfiniAttentionConfig = InfiniAttentionConfig(),  # noqa: B008 (it is frozen)
         optimizer: OptimizerCallable = AdamW,
@@ -90,14 +104,14 @@ class LanguageModule(LightningModule):
         super().__init__()
         if config and pretrained:
             raise SettingsError("Give either `config`, for a new model, or `pretrained`, to continue from one.")
-        _check_config(config or {})
-        self.model_config, self.pretrained = dict(config or {}), pretrained
+        _check_config(config or {}, family)
+        self.model_config, self.family, self.pretrained = dict(config or {}), family, pretrained
         self.infini_attention, self.schedule_settings = infini_attention, schedule
         self.optimizer_callable = optimizer
         self.balance_factor_lr = balance_factor_lr
         self.balance_factor_weight_decay = balance_factor_weight_decay
         self.gradient_checkpointing = gradient_checkpointing
-        self.model: InfiniLlamaForCausalLM | None = None
+        self.model: PreTrainedModel | None = None
         self.schedule: Schedule | None = None
         self.eval_loss = TokenLoss()
         self._restored_config: dict[str, Any] | None = None
@@ -109,7 +123,7 @@ class LanguageModule(LightningModule):
             return _plain_config(self.pretrained).vocab_size
         return self.model_config.get("vocab_size")
 
-    def make_config(self, vocab_size: int, special_ids: dict[str, int | None] | None = None) -> InfiniLlamaConfig:
+    def make_config(self, vocab_size: int, special_ids: dict[str, int | None] | None = None) -> PreTrainedConfig:
         """The configuration of the model for a vocabulary.
 
         Args:
@@ -117,16 +131,18 @@ class LanguageModule(LightningModule):
             special_ids: bos_token_id, eos_token_id and pad_token_id for a new model.
         """
         if self.pretrained is not None:
-            return InfiniLlamaConfig.from_base(_plain_config(self.pretrained), self.infini_attention)
+            plain = _plain_config(self.pretrained)
+            return FAMILIES[_family_of(plain)][0].from_base(plain, self.infini_attention)
         values = {"vocab_size": vocab_size, "use_cache": False, **(special_ids or {}), **self.model_config}
-        return InfiniLlamaConfig(**values, infini_attention=self.infini_attention)
+        return FAMILIES[self.family][0](**values, infini_attention=self.infini_attention)
 
     def configure_model(self) -> None:
         """Make the model, once."""
         if self.model is not None or (self._trainer is None and self._restored_config is None):
             return
         if self._restored_config is not None:
-            self.model = InfiniLlamaForCausalLM(InfiniLlamaConfig(**self._restored_config))
+            config_class, model_class = FAMILIES[self._restored_config["model_type"].removeprefix("infini_")]
+            self.model = model_class(config_class(**self._restored_config))
         else:
             recipe = self.trainer.datamodule.cache.recipe
             ids = {"bos_token_id": recipe.bos_id, "eos_token_id": recipe.eos_id, "pad_token_id": recipe.pad_id}
@@ -136,10 +152,11 @@ class LanguageModule(LightningModule):
                     f"The cache has ids up to {recipe.vocab_size - 1:,}, but the model's vocabulary has "
                     f"{config.vocab_size:,} entries.\nLeave `vocab_size` out: it follows the tokenizer."
                 )
+            model_class = FAMILIES[_family_of(config)][1]
             if self.pretrained is None:
-                self.model = InfiniLlamaForCausalLM(config)
+                self.model = model_class(config)
             else:
-                self.model = InfiniLlamaForCausalLM.from_pretrained(self.pretrained, config=config, dtype=torch.float32)
+                self.model = model_class.from_pretrained(self.pretrained, config=config, dtype=torch.float32)
         self.model.train()
         if self.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -262,22 +279,24 @@ class LanguageModule(LightningModule):
         return data.plan.steps if hasattr(data, "plan") else int(self.trainer.estimated_stepping_batches)
 
 
-def _check_config(config: dict[str, Any]) -> None:
-    """Refuse names that LlamaConfig would swallow without a word."""
-    known = {field.name for field in fields(InfiniLlamaConfig)} - {"infini_attention"}
+def _check_config(config: dict[str, Any], family: str) -> None:
+    """Refuse names that transformers would swallow without a word."""
+    known = {field.name for field in fields(FAMILIES[family][0])} - {"infini_attention"}
     if unknown := sorted(set(config) - known):
         raise SettingsError(f"`config` has no field {', '.join(unknown)}. Known are: {', '.join(sorted(known))}.")
 
 
-def _plain_config(pretrained: str):
-    from transformers import AutoConfig
+def _family_of(config: PreTrainedConfig) -> str:
+    return config.model_type.removeprefix("infini_")
 
+
+def _plain_config(pretrained: str) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(str(Path(pretrained).expanduser()))
     except (OSError, ValueError) as error:
         raise SettingsError(f"The checkpoint {pretrained} cannot be loaded: {str(error).splitlines()[0]}") from None
-    if config.model_type not in ("llama", InfiniLlamaConfig.model_type):
+    if _family_of(config) not in FAMILIES:
         raise SettingsError(
-            f"The checkpoint {pretrained} is a {config.model_type}; Llama checkpoints can be continued."
+            f"The checkpoint {pretrained} is a {config.model_type}; what can be continued is: {', '.join(FAMILIES)}."
         )
     return config

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from packhorse.cache import CacheSettings, open_cache
 from packhorse.cache.cuts import range_weight
@@ -13,7 +14,6 @@ from packhorse.corpus.files import columns_of
 from packhorse.corpus.sources import Deferred, Files, Source, open_sources
 from packhorse.corpus.tokenizer import TokenizerContent, locate_tokenizer, read_tokenizer
 from packhorse.errors import CacheIncompleteError, TokenizerError
-from packhorse.models import InfiniLlamaForCausalLM
 
 DOCUMENTS = 3
 SAMPLE_TEXTS = 200
@@ -88,7 +88,7 @@ def _source_lines(sources: list[Source], texts: list[str], engine: Reference | N
 def _model_lines(cli: Any, vocab_size: int) -> list[str]:
     config = cli.model.make_config(vocab_size)
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in InfiniLlamaForCausalLM(config).parameters())
+        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     attention = config.infini_attention
     return [
         "\nModel",
