@@ -7,9 +7,9 @@ whole     A user types the command. Both sides are a subprocess with all of its 
           `packhorse cache build`, there `peer_datasets.py`.
 
 steady    A long job, start-up on neither side. At least 300 MB of text in which rare words do not come back (see
-          `varied_text.py`), 16 chunks or more. Here: the clock starts when the first chunk is committed and stops with the
-          last commit; the first chunk of every worker is not counted. Reading, packing, LZ4, SHA-256, fsync and the
-          wait for the slowest worker are in it. There: the two maps and
+          `varied_text.py`), 16 chunks or more. Here: the clock starts when the first chunk is committed and stops with
+          the last commit; the first chunk of every worker is not counted. Reading, packing, LZ4, SHA-256, fsync and
+          the wait for the slowest worker are in it. There: the two maps and
           `torch.save` on a slice of the same text (the whole would take minutes), after both maps ran on a few
           documents; what they cost on a few documents (starting processes) is subtracted, and loading the file into
           `datasets` is left out, so the peer is measured at its best.

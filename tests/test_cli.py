@@ -1,8 +1,10 @@
 """Laws of the command line: exit statuses, messages, and what is not written."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -120,7 +122,20 @@ def test_validate_finds_a_damaged_chunk_with_status_1_and_changes_nothing(config
     assert chunk.read_bytes() == bytes(data)
 
 
+def test_validate_misses_a_record_that_is_gone(config, tmp_path, capsys):
+    build(config)
+    (record,) = (tmp_path / "cache").glob("*/records/*/*.json")
+    record.unlink()
+    assert main(["cache", "validate", "--config", str(config)]) == 1
+    assert f"{record} is missing" in capsys.readouterr().out
+    assert build(config) == 0
+    assert main(["cache", "validate", "--config", str(config)]) == 0
+
+
 def test_cache_commands_never_import_torch(config):
+    value = json.loads(config.read_text())
+    value["trainer"]["logger"] = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "x"}}
+    config.write_text(json.dumps(value))
     code = (
         "import sys; from packhorse.cli import main; "
         f"assert main(['cache', 'build', '--config', {str(config)!r}]) == 0; "
@@ -150,18 +165,35 @@ def test_bad_input_is_refused_with_status_2_and_nothing_changed(config, tmp_path
     assert files(tmp_path) == before
 
 
-def test_broken_files_are_refused_with_status_2(config, tmp_path, capsys):
+def test_broken_files_are_refused_with_status_2_before_anything_is_made(config, tmp_path, capsys):
     cut = tmp_path / "cut.parquet"
     pq.write_table(pa.table({"text": ["salt"] * 1000}), cut)
     cut.write_bytes(cut.read_bytes()[:-20])
-    empty = tmp_path / "empty.jsonl"
+    empty, blank, bad = (tmp_path / name for name in ("empty.jsonl", "blank.txt", "bad.jsonl"))
     empty.write_text("")
-    bad = tmp_path / "bad.jsonl"
+    blank.write_text("\n \n\n")
     bad.write_text('{"text": "salt"}\n{"text": "wool}\n')
     build(config)  # the tokenizer exists now
-    for path, message in ((cut, "damaged or cut off"), (empty, "no text"), (bad, "line 2 is not valid JSON")):
+    before = files(tmp_path)
+    for path, message in (
+        (cut, "damaged or cut off"),
+        (empty, "no text"),
+        (blank, "no text"),
+        (bad, "line 2 is not valid JSON"),
+    ):
         assert build(config, "--data.source", str(path)) == 2, path
         assert message in capsys.readouterr().err
+        assert files(tmp_path) == before
+    blank.write_text("salt and wool\n" * 20)
+    assert build(config, "--data.source", str(blank)) == 0
+
+
+def test_a_run_that_is_finished_says_so(config, tmp_path, capsys):
+    assert main(["fit", "--config", str(config)]) == 0
+    capsys.readouterr()
+    checkpoint = str(tmp_path / "run" / "checkpoints" / "last.ckpt")
+    assert main(["fit", "--config", str(config), "--ckpt_path", checkpoint]) == 0
+    assert "Nothing was trained: the run is in step 3 of 3" in capsys.readouterr().err
 
 
 def test_a_full_disk_ends_with_status_2_and_the_next_build_goes_on(config, monkeypatch, capsys):
@@ -190,6 +222,94 @@ def test_a_misspelt_setting_is_refused_with_status_2(config, capsys, argument):
         main(["fit", "--config", str(config), argument])
     assert stop.value.code == 2
     assert argument[2:].partition("=")[0].rpartition(".")[2] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["fit"], ["cache", "build"]], ids=" ".join)
+def test_a_class_path_in_a_configuration_is_a_source(config, tmp_path, monkeypatch, capsys, command):
+    (tmp_path / "stories.py").write_text(
+        "def stories(count):\n    return [f'a story {i} of salt' for i in range(count)]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    source = {"class_path": "stories.stories", "init_args": {"count": 400}}
+    build(config)
+    assert main([*command, "--config", str(config), "--data.name=one", f"--data.source={json.dumps(source)}"]) == 0
+    # The same source in a list, and by the other command, is the same cache.
+    capsys.readouterr()
+    assert build(config, "--data.name=one", f"--data.source={json.dumps([source])}") == 0
+    assert "400 documents" in (output := capsys.readouterr()).out
+    assert "Building" not in output.err
+    assert "Extending" not in output.err
+
+
+def test_a_list_in_a_configuration_names_sources_and_never_holds_texts(config, monkeypatch, capsys):
+    build(config)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert build(config, '--data.source=["nobody/nothing", "nobody/nowhere"]') == 2
+    assert "nobody/nothing" in capsys.readouterr().err
+    assert build(config, '--data.source=["nowhere.jsonl", "sample"]') == 2
+    assert "nowhere.jsonl does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["--model.infini_attention.segment_length=0", "--model.schedule.min_ratio=2", "--model.schedule.warmup_ratio=-1"],
+)
+def test_a_model_or_schedule_that_makes_no_sense_is_refused_before_the_cache_is_built(
+    config, tmp_path, capsys, argument
+):
+    assert main(["fit", "--config", str(config), argument]) == 2
+    assert argument.partition("=")[0].rpartition(".")[2] in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["validate"], "needs trained weights"),
+        (["predict"], "needs trained weights"),
+        (["test", "--ckpt_path", "nothing.ckpt"], "nothing.ckpt does not exist"),
+        (["fit", "--ckpt_path", "nothing.ckpt"], "nothing.ckpt does not exist"),
+        (["fit", "--ckpt_path", "last", "--checkpoint.dirpath", "null"], "names no checkpoint"),
+    ],
+    ids=["validate", "predict", "no such file", "no such file in fit", "last"],
+)
+def test_a_command_without_the_weights_it_needs_is_refused_with_status_2(config, tmp_path, capsys, arguments, message):
+    assert main([arguments[0], "--config", str(config), *arguments[1:]]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "cache").exists()
+
+
+def test_preview_refuses_a_column_that_is_not_there(config, tmp_path, capsys):
+    path = tmp_path / "table.parquet"
+    pq.write_table(pa.table({"body": ["salt"]}), path)
+    assert main(["preview", "--config", str(config), "--data.source", str(path)]) == 2
+    assert "It has: body" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_stopped_training_ends_with_its_own_status_and_says_how_it_goes_on(config, tmp_path, name, status):
+    command = [sys.executable, str(ROOT / "main.py"), "fit", "--config", str(config), "--trainer.max_steps=100000"]
+    command += ["--trainer.max_epochs=-1", "--checkpoint.every_n_train_steps=1", "--checkpoint.save_last=true"]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background job ignores Ctrl-C, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as run:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "run" / "checkpoints" / "last.ckpt").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        run.send_signal(getattr(signal, name))
+        _, err = run.communicate(timeout=60)
+    assert run.returncode == status
+    assert "To go on from the last checkpoint" in err
+
+
+def test_a_command_that_is_not_there_is_refused_with_all_that_are(capsys):
+    assert main(["frobnicate"]) == 2
+    assert "preview" in capsys.readouterr().err
 
 
 def test_a_misspelt_setting_is_refused_by_cache_commands_too(config, capsys):

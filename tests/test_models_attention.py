@@ -342,3 +342,12 @@ def test_without_memory_a_segment_equals_a_plain_llama_that_sees_nothing_else():
             together[:, start : start + 8], plain(input_ids[:, start : start + 8]).logits, rtol=1e-5, atol=1e-5
         )
     assert not any(gate.requires_grad for gate in gate_parameters(model))
+
+
+@pytest.mark.parametrize(("backend", "update"), FAST)
+def test_documents_that_are_all_shorter_than_a_segment_can_be_trained_on(backend, update):
+    model = make_model(backend=backend, memory_update=update).train()
+    input_ids, position_ids = packed([[3, 5, 2], [7, 3]])
+    model.model(input_ids=input_ids, position_ids=position_ids).last_hidden_state.sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.model.parameters() if p.grad is not None)
+    assert model.model.embed_tokens.weight.grad.abs().sum() > 0

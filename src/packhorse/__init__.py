@@ -16,6 +16,8 @@ _PUBLIC = {
     "InfiniAttentionConfig": "packhorse.models",
     "InfiniLlamaConfig": "packhorse.models",
     "InfiniLlamaForCausalLM": "packhorse.models",
+    "InfiniQwen2ForCausalLM": "packhorse.models",
+    "InfiniQwen3ForCausalLM": "packhorse.models",
     "LanguageModule": "packhorse.training",
     "TokenDataModule": "packhorse.training",
 }
@@ -27,3 +29,7 @@ def __getattr__(name: str):
     if name not in _PUBLIC:
         raise AttributeError(f"module 'packhorse' has no attribute {name!r}")
     return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -7,6 +7,8 @@ that are meant for the user are printed without a traceback, and end with exit s
 import os
 import sys
 
+TRAINING_COMMANDS = ("fit", "validate", "test", "predict", "preview")
+
 HELP = """Packhorse: raw text to a trained long-context language model in one command.
 
     python main.py fit      --config configs/quickstart.yaml     build the cache (if needed) and train
@@ -31,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 when all went well, 1 when `cache validate` found damage, 2 for errors of use, 130 after
-        Ctrl-C.
+        Ctrl-C, 143 when a training was told to stop (SIGTERM).
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     from packhorse.errors import PackhorseError
@@ -44,6 +46,9 @@ def main(arguments: list[str] | None = None) -> int:
             from packhorse.cache.commands import run_cache_command
 
             return run_cache_command(arguments[1:])
+        if not arguments[0].startswith("-") and arguments[0] not in TRAINING_COMMANDS:
+            print(f"There is no command {arguments[0]!r}.\n\n{HELP}", file=sys.stderr)
+            return 2
         from packhorse.training.cli import run_training_command
 
         return run_training_command(arguments)

@@ -24,6 +24,7 @@ from packhorse.cache.recipe import Recipe, read_identity
 from packhorse.cache.record import Record, read_record, record_path
 from packhorse.cache.settings import CacheSettings
 from packhorse.cache.snapshot import Index, Snapshot
+from packhorse.corpus.sources import are_sources
 from packhorse.errors import CacheIncompleteError, RecipeMismatch
 
 
@@ -143,6 +144,13 @@ class Cache:
         """Sequences on one side of the split."""
         return self.snapshot.num_sequences(split)
 
+    @property
+    def utilisation(self) -> float:
+        """Share of the sequences' places that hold a token, from the index alone."""
+        totals = self.snapshot.totals
+        places = (totals.train_sequences + totals.eval_sequences) * self.sequence_length
+        return (totals.train_tokens + totals.eval_tokens) / places if places else 1.0
+
     @cached_property
     def summary(self) -> CacheSummary:
         """Sums over the snapshot."""
@@ -209,8 +217,10 @@ def locate_cache(settings: CacheSettings, recipe: Recipe) -> tuple[Path, RecipeM
 
 
 def default_name(source: Any) -> str:
-    """What a cache is called when nobody says: after its first source."""
-    first = source[0] if isinstance(source, list | tuple) and source else source
+    """What a cache is called when nobody says: after its first source; never after a text of a list of texts."""
+    first = source
+    if isinstance(source, list | tuple):
+        first = source[0] if source and are_sources(source) else "texts"
     if isinstance(first, dict):
         first = first.get("path") or str(first.get("class_path", "cache")).rpartition(".")[2]
     text = Path(first).name if isinstance(first, str | Path) else getattr(first, "__name__", type(first).__name__)
@@ -219,7 +229,7 @@ def default_name(source: Any) -> str:
 
 
 def summarise(folder: Path, num_chunks: int, sequence_length: int) -> CacheSummary:
-    """The sums in metadata.json when they are of just this snapshot, else from the records."""
+    """Sums over the records of the first `num_chunks` chunks: reads all of them."""
     sums = dict.fromkeys(CacheSummary.__dataclass_fields__, 0)
     for chunk in range(num_chunks):
         try:

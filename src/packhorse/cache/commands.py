@@ -6,14 +6,13 @@ from typing import Any
 
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
 
-from packhorse.cache.cache import Cache, locate_cache
+from packhorse.cache.cache import Cache
 from packhorse.cache.plan import Plan
 from packhorse.cache.reader import ChunkReader
-from packhorse.cache.recipe import make_recipe
 from packhorse.cache.record import chunk_path, committed_chunks, read_record
 from packhorse.cache.settings import DataSettings
-from packhorse.cache.tokenizers import resolve_tokenizer
-from packhorse.cache.update import update_cache
+from packhorse.cache.update import open_cache, update_cache
+from packhorse.corpus.sources import named_in_configuration
 from packhorse.errors import CacheError, CacheIncompleteError
 
 OTHER_GROUPS = ("trainer", "model", "checkpoint", "seed_everything", "ckpt_path", "weights_only", "verbose")
@@ -39,7 +38,8 @@ def make_parser(description: str) -> ArgumentParser:
     parser.add_argument("--json", action="store_true", help="Print the result as JSON.")
     parser.add_class_arguments(DataSettings, "data")
     for group in OTHER_GROUPS:
-        parser.add_argument(f"--{group}", type=Any, help="Of no concern here.")
+        # Not `Any`, which would import what a class_path in it names, and with it torch.
+        parser.add_argument(f"--{group}", type=dict | list | str | int | bool, help="Of no concern here.")
     return parser
 
 
@@ -49,6 +49,7 @@ def read_settings(options: Namespace) -> DataSettings:
     model = options.model if isinstance(options.model, dict) else {}
     if values["tokenizer"] is None:
         values["tokenizer"] = model.get("pretrained")
+    values["source"] = named_in_configuration(values["source"])
     return DataSettings(**values)
 
 
@@ -61,11 +62,8 @@ def build(settings: DataSettings, as_json: bool) -> int:
 
 def status(settings: DataSettings, as_json: bool) -> int:
     """Tell what is planned and what is built."""
-    facts, _ = resolve_tokenizer(settings.cache, train=False)
-    folder, mismatch = locate_cache(settings.cache, make_recipe(settings.cache, facts))
-    if mismatch is not None:
-        raise mismatch
-    cache, plan = Cache(folder), Plan(folder)
+    cache = open_cache(settings.cache)
+    folder, plan = cache.folder, Plan(cache.folder)
     committed = set(committed_chunks(folder))
     missing = [chunk for chunk in range(plan.num_chunks) if chunk not in committed]
     lines = [f"{folder}", *cache.summary.lines()]
@@ -79,12 +77,10 @@ def status(settings: DataSettings, as_json: bool) -> int:
 
 def validate(settings: DataSettings, as_json: bool) -> int:
     """Read every chunk and verify every hash. Changes nothing."""
-    facts, _ = resolve_tokenizer(settings.cache, train=False)
-    folder, mismatch = locate_cache(settings.cache, make_recipe(settings.cache, facts))
-    if mismatch is not None:
-        raise mismatch
-    cache = Cache(folder)
-    chunks = committed_chunks(folder)
+    cache = open_cache(settings.cache)
+    folder = cache.folder
+    # What the index knows must have its record; what is only planned need not be there yet.
+    chunks = sorted({*committed_chunks(folder), *range(cache.snapshot.num_chunks)})
     damaged: dict[int, str] = {}
     for chunk in chunks:
         try:
@@ -93,6 +89,8 @@ def validate(settings: DataSettings, as_json: bool) -> int:
             reader = ChunkReader(path, chunk, cache.recipe.digest, bytes.fromhex(record.index_sha256))
             if reader.content_digest() != record.payload_sha256:
                 raise CacheIncompleteError(f"{path} holds other tokens than its record says.")
+        except FileNotFoundError as error:
+            damaged[chunk] = f"{error.filename} is missing. `packhorse cache build` makes it again."
         except CacheError as error:
             damaged[chunk] = str(error)
     good = len(chunks) - len(damaged)

@@ -102,14 +102,17 @@ class ChunkReader:
     def block(self, number: int) -> bytes:
         """The raw bytes of a block, verified."""
         start, stop = self._offsets[number], self._offsets[number + 1]
-        return decode_block(
-            os.pread(self._descriptor, stop - start, start),
-            self._checksums[number],
-            self.header.raw_bytes(number),
-            self.header.compressed,
-            self.path,
-            number,
-        )
+        try:
+            return decode_block(
+                os.pread(self._descriptor, stop - start, start),
+                self._checksums[number],
+                self.header.raw_bytes(number),
+                self.header.compressed,
+                self.path,
+                number,
+            )
+        except CacheCorruptionError as error:
+            raise CacheCorruptionError(f"{error}\n{REPAIR}") from None
 
     def tokens(self, row: int) -> np.ndarray:
         """The tokens of a sequence [sequence_length]; train sequences come first, then those for evaluation."""

@@ -1,7 +1,7 @@
 """What a user says about a cache: the `data:` group of a YAML, without torch."""
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from packhorse.errors import SettingsError
 
@@ -10,10 +10,12 @@ from packhorse.errors import SettingsError
 class CacheSettings:
     """What the cache holds, and where it lies."""
 
-    source: Any = "sample"
+    # Not `Any`: jsonargparse would make an object, or a Namespace, of a mapping with a class_path.
+    source: dict | list | str = "sample"
     """Where the text comes from: `sample` (built in), a file, a folder, a glob, a hub data set, a mapping with the
     arguments of `datasets.load_dataset` (path, name, split, revision, streaming), a mapping with class_path and
-    init_args of any Python iterable, or a list of these. New files or sources extend the cache."""
+    init_args of any Python iterable, or a list of these. From Python also an iterable or a function itself. New files
+    or sources extend the cache."""
     text_column: str = "text"
     """The column or key that holds the text."""
     sample_by: Literal["line", "paragraph", "document"] = "line"

@@ -80,7 +80,6 @@ def _train(settings: CacheSettings, sources: list[Source] | None, tell) -> None:
         return
     if sources is None:
         sources = open_sources(settings.source, text_column=settings.text_column, sample_by=settings.sample_by)
-    check_sources(sources)
     content = train_on(sources, settings.train_tokenizer, tell)
     config = json.loads(content.files["tokenizer_config.json"])
     config["packhorse_train_tokenizer"] = settings.train_tokenizer
@@ -110,7 +109,12 @@ def train_on(sources: list[Source], vocab_size: int, tell=say) -> TokenizerConte
 
 
 def sample_texts(sources: list[Source]) -> Iterator[str]:
-    """The texts of the sources, from the beginning."""
+    """The texts of the sources, from the beginning.
+
+    Raises:
+        SourceError: a source cannot be read, or has no such column.
+    """
+    check_sources(sources)
     for source in sources:
         source = source.open() if isinstance(source, Deferred) else source
         if isinstance(source, Files):

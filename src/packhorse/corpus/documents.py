@@ -221,7 +221,8 @@ def _parse_json(piece: bytes, file: TextFile, place: int) -> object:
             line = 1 + sum(block.count(b"\n") for block in _blocks(stream, 0, place))
         raise SourceError(
             f"{file.path}, line {line} is not valid JSON: {error}.\n"
-            "Mend or remove the line and run the same command again: it goes on from there."
+            "Mend or remove the line. If chunks of this file were already built, the mended file is another one: set "
+            "`name` to build another cache of it."
         ) from None
     value = row.get(file.column)
     return to_ids(value) if isinstance(value, list) else value

@@ -17,13 +17,14 @@ import importlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from packhorse.corpus.documents import Skipped, file_length, read_documents
 from packhorse.corpus.files import SourceFile, check_column, find_files, source_file, suffix_of
 from packhorse.corpus.sample import SampleCorpus
 from packhorse.corpus.tables import open_arrow
@@ -84,18 +85,31 @@ def open_sources(spec: Any, *, text_column: str = "text", sample_by: str = "line
         if "class_path" in own:
             return [_from_class(own, column)]
         local = Path(own["path"]).expanduser()
-        if set(own) == {"path"} and (local.exists() or glob.has_magic(own["path"])):
+        if set(own) == {"path"} and (local.exists() or _looks_like_a_source(own["path"], column)):
             return [_named(own["path"], column, sample_by)]
         return [_from_hub(own, column)]
-    if isinstance(spec, list | tuple) and spec and all(isinstance(item, str | os.PathLike | Mapping) for item in spec):
-        # One text among them that cannot be a name makes all of them texts.
-        if all(map(_may_be_a_name, spec)) and any(_looks_like_a_source(item, text_column) for item in spec):
-            return [s for item in spec for s in open_sources(item, text_column=text_column, sample_by=sample_by)]
+    if isinstance(spec, list | tuple) and are_sources(spec, text_column):
+        return [s for item in spec for s in open_sources(item, text_column=text_column, sample_by=sample_by)]
     if isinstance(spec, Iterable) and not isinstance(spec, Mapping):
         return [_from_iterable(spec, _name(type(spec)), text_column)]
     if callable(spec):
         return [_from_function(spec, _name(spec), text_column)]
     raise SourceError(f"A source is a path, a name, a mapping, a list of these, or an iterable, not {spec!r}.")
+
+
+def named_in_configuration(spec: Any) -> Any:
+    """The same setting, so that the items of a list can only be sources: nobody writes texts into a YAML."""
+    if isinstance(spec, list):
+        return [{"path": item} if isinstance(item, str) else item for item in spec]
+    return spec
+
+
+def are_sources(items: Sequence[Any], text_column: str = "text") -> bool:
+    """Whether a list names sources; else its items are documents."""
+    # One text among them that cannot be a name makes all of them texts.
+    return all(isinstance(item, str | os.PathLike | Mapping) and _may_be_a_name(item) for item in items) and any(
+        _looks_like_a_source(item, text_column) for item in items
+    )
 
 
 def _may_be_a_name(item: str | os.PathLike | Mapping) -> bool:
@@ -129,15 +143,23 @@ def _named(name: str, column: str, sample_by: str) -> Source:
 
 
 def check_sources(sources: list[Source]) -> None:
-    """Refuse files that do not have the column that is asked for, before anything is made of them.
+    """Refuse files that are damaged, empty, or lack the column that is asked for, before anything is made of them.
+
+    Cheap: of the files' content only the beginning is read, up to the first document.
 
     Raises:
         SourceError: with the columns that a file has.
     """
-    for source in sources:
-        for file in source.files if isinstance(source, Files) else ():
-            if not file.packed:
-                check_column(file.file)
+    files = [file for source in sources if isinstance(source, Files) for file in source.files]
+    plain = [file.file for file in files if not file.packed]
+    for file in plain:
+        check_column(file)
+    has_text = any(next(read_documents(file, 0, file_length(file), Skipped(), 2**16), None) for file in plain)
+    if not has_text and len(plain) == len(files) and all(isinstance(source, Files) for source in sources):
+        raise SourceError(
+            f"The sources have no text: {', '.join(source.key for source in sources)} is empty, or all rows are null, "
+            "empty or not valid text."
+        )
 
 
 def _from_class(spec: dict[str, Any], column: str) -> Source:

@@ -263,6 +263,8 @@ class _MoveRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, source, unfilled, back_source, back_unfilled):
         ctx.save_for_backward(source, unfilled, back_source, back_unfilled)
+        if not len(rows):  # no document has a second segment: nothing stands anywhere
+            return rows.new_zeros(len(source), *rows.shape[1:])
         return rows.index_select(0, source).index_fill_(0, unfilled, 0)
 
     @staticmethod

@@ -2,14 +2,20 @@
 
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from jsonargparse import set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from packhorse.corpus.sources import named_in_configuration
+from packhorse.errors import PackhorseError, SettingsError
 from packhorse.training.checkpoints import RecoveryCheckpoint
 from packhorse.training.datamodule import TokenDataModule
 from packhorse.training.module import LanguageModule
@@ -39,6 +45,18 @@ class PackhorseCLI(LightningCLI):
         config = self.config[self.subcommand] if self.subcommand else self.config
         if config.data.tokenizer is None:
             config.data.tokenizer = config.model.pretrained
+        config.data.source = named_in_configuration(config.data.source)
+        if self.subcommand:
+            _check_checkpoint(self.subcommand, config)
+
+    def instantiate_classes(self) -> None:
+        """Make the objects; settings that they refuse are the user's to mend."""
+        try:
+            super().instantiate_classes()
+        except PackhorseError:
+            raise
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
 
     def predict(self, **arguments) -> None:
         """Print each prompt with its continuation."""
@@ -67,7 +85,14 @@ def run_training_command(arguments: list[str]) -> int:
         from packhorse.training.preview import preview
 
         return preview(make_cli(arguments[1:], run=False))
-    make_cli(arguments, run=True)
+    try:
+        make_cli(arguments, run=True)
+    except SIGTERMException:  # a SystemExit that would look like success
+        return 128 + signal.SIGTERM
+    except SystemExit as stop:
+        if isinstance(stop.__context__, KeyboardInterrupt):
+            return 128 + signal.SIGINT  # what to do next was said by the report
+        raise
     return 0
 
 
@@ -92,6 +117,25 @@ def make_cli(arguments: list[str], run: bool) -> PackhorseCLI:
                 "callbacks": [RunReport()],
             },
         )
+
+
+def _check_checkpoint(command: str, config: Any) -> None:
+    """Refuse what would measure random weights, or train from the beginning, without a word."""
+    path = config.ckpt_path
+    if path is None:
+        if command != "fit" and config.model.pretrained is None:
+            raise SettingsError(
+                f"`{command}` needs trained weights.\nGive `--ckpt_path FILE`, a checkpoint of a run, or set "
+                "`model.pretrained`."
+            )
+    elif path in ("last", "best"):
+        if path == "best" or not config.checkpoint.dirpath:
+            raise SettingsError(
+                f"`--ckpt_path {path}` names no checkpoint: every run has a folder of its own.\nGive the path of the "
+                "file, which the report of a run tells. (`last` needs `checkpoint.dirpath`, a folder that runs share.)"
+            )
+    elif path != "hpc" and "://" not in path and not Path(path).exists():
+        raise SettingsError(f"The checkpoint {path} does not exist.\nThe path is relative to {Path.cwd()}.")
 
 
 @contextmanager

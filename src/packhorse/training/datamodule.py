@@ -234,7 +234,7 @@ class TokenDataModule(LightningDataModule):
 
     def _check_utilisation(self) -> None:
         """Padding that nobody notices costs as much as real tokens."""
-        utilisation = self._opened.summary.utilisation
+        utilisation = self._opened.utilisation
         if utilisation < MIN_UTILISATION:
             rank_zero_warn(
                 f"Only {utilisation:.1%} of the sequences' tokens are text, the rest is padding: there is too little "

@@ -54,6 +54,11 @@ class ScheduleSettings:
     decay_share: float = 0.2
     """wsd only: the share of the run in which the learning rate falls."""
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.warmup_ratio <= 1:
+            raise ValueError(f"warmup_ratio is a share of the run's steps, in [0, 1]; got {self.warmup_ratio}.")
+        self.make(1)  # refuses the rest, before hours of building
+
     def make(self, total: int) -> Schedule:
         """The schedule of a run of `total` steps."""
         warm = warmup_steps(self.warmup_ratio, total) if self.warmup_steps is None else self.warmup_steps

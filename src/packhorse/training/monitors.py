@@ -1,5 +1,6 @@
 """What a run tells: the plan before step 1, progress where there is no terminal, and a report at the end."""
 
+import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -8,6 +9,7 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from packhorse.cache.progress import say
 from packhorse.models import gate_values
@@ -18,11 +20,11 @@ class RunReport(Callback):
 
     Args:
         every_seconds: Where standard error is not a terminal, a line of progress this often.
-        command: What the user typed before the options, for the commands to try next.
     """
 
-    def __init__(self, every_seconds: float = 15.0, command: str = "python main.py") -> None:
-        self.every_seconds, self.command = every_seconds, command
+    def __init__(self, every_seconds: float = 15.0) -> None:
+        self.every_seconds = every_seconds
+        self.command = "packhorse" if Path(sys.argv[0]).name == "packhorse" else "python main.py"
         self._first_loss: torch.Tensor | None = None
         self._recent: deque[torch.Tensor] = deque(maxlen=200)
         self._first_step = 0
@@ -57,6 +59,11 @@ class RunReport(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the report, when the last checkpoint is written."""
         if self._first_loss is None:
+            total = trainer.datamodule.plan.steps
+            say_once(
+                f"Nothing was trained: the run is in step {trainer.global_step:,} of {total:,}. "
+                "Raise `max_epochs` or `max_steps`, or add text, to go on."
+            )
             return
         # A live bar would paint over the report; Lightning stops it only later.
         getattr(trainer.progress_bar_callback, "_stop_progress", lambda: None)()
@@ -91,6 +98,19 @@ class RunReport(Callback):
         if trainer.logger is not None:
             lines.append(f"  tensorboard --logdir {_relative(Path(trainer.log_dir))}")
         say_once("\n".join(lines))
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """When the user or the system stops a run: say how it goes on."""
+        if not trainer.training or not isinstance(exception, KeyboardInterrupt | SIGTERMException):
+            return
+        checkpoint = _last_checkpoint(trainer)
+        if checkpoint is None:
+            say_once(f"Stopped in step {trainer.global_step:,}, before the first checkpoint. The cache stays.")
+        else:
+            say_once(
+                f"Stopped in step {trainer.global_step:,}. To go on from the last checkpoint:\n"
+                f"  {self.command} fit --config {_config_of(trainer)} --ckpt_path {checkpoint}"
+            )
 
     def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
         gates = gate_values(pl_module.model)

@@ -1,5 +1,6 @@
 """`packhorse preview`: what would happen, before any work. Writes nothing."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,9 +33,12 @@ def preview(cli: Any) -> int:
     texts = [text for _, text in zip(range(SAMPLE_TEXTS), sample_texts(sources), strict=False)]
     print("\n".join(_source_lines(sources, texts, engine)))
     facts = content.facts
+    made = (
+        "" if Path(settings.tokenizer).expanduser().exists() or settings.train_tokenizer is None else " (to be trained)"
+    )
     print(
-        f"\nTokenizer\n  {settings.tokenizer}: {facts.vocab_size:,} entries, BOS {facts.bos_id}, EOS {facts.eos_id}, "
-        f"PAD {facts.pad_id}; a document is "
+        f"\nTokenizer\n  {settings.tokenizer}{made}: {facts.vocab_size:,} entries, "
+        f"BOS {facts.bos_id}, EOS {facts.eos_id}, PAD {facts.pad_id}; a document is "
         + " + ".join(
             part
             for part, there in (
