@@ -110,7 +110,7 @@ def test_a_record_that_was_copied_to_another_number_is_refused(cache, build, tmp
 
 def test_records_of_another_recipe_or_of_other_ranges_are_refused_by_the_next_build(cache, build, tmp_path):
     source = str(tmp_path / "a.jsonl")
-    for settings in ({"packing": "best_fit"}, {"packing": "concat", "sequences_per_chunk": 11, "name": "other"}):
+    for settings in ({"packing": "best_fit"}, {"packing": "concat", "sequences_per_chunk": 7, "name": "other"}):
         other = build(source, **{"sequences_per_chunk": 12, **settings})
         copy = tmp_path / "copy"
         shutil.copytree(cache.folder, copy)

@@ -11,10 +11,9 @@ from packhorse.corpus.tables import file_version, open_arrow, open_parquet
 def cut_ranges(ranges: list[Range], files: dict[int, TextFile], chunk_bytes: int) -> Iterator[list[Range]]:
     """Cut ranges into entries of about equal text, near `chunk_bytes` each, at borders of row groups where it can."""
     weights = [range_weight(files[number], start, stop) for number, start, stop in ranges]
-    total = sum(weights)
-    target = total / max(1, round(total / chunk_bytes))
+    left = sum(weights)
     entry: list[Range] = []
-    room = target
+    room = target = _share(left, chunk_bytes)
     for (number, start, stop), weight in zip(ranges, weights, strict=True):
         while start < stop:
             if weight <= room * 1.1:
@@ -24,12 +23,17 @@ def cut_ranges(ranges: list[Range], files: dict[int, TextFile], chunk_bytes: int
                 taken = range_weight(files[number], start, cut)
             if cut > start:
                 entry.append((number, start, cut))
-                room, weight, start = room - taken, weight - taken, cut
+                room, left, weight, start = room - taken, left - taken, weight - taken, cut
             if (room < 0.1 * target or cut < stop) and entry:
                 yield entry
-                entry, room = [], target
+                entry, room = [], (target := _share(left, chunk_bytes))
     if entry:
         yield entry
+
+
+def _share(left: float, chunk_bytes: int) -> float:
+    """Text of the next entry: what is left, in equal parts. Asked anew each time, so that no crumb is left over."""
+    return left / max(1, round(left / chunk_bytes))
 
 
 def _advance(file: TextFile, start: int, stop: int, room: float, fresh: bool) -> int:

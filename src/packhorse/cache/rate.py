@@ -6,22 +6,21 @@ from packhorse.cache.plan import Range
 from packhorse.corpus.documents import Skipped, TextFile, find_cut, is_unicode, read_documents
 from packhorse.corpus.sources import Document
 
-SAMPLE_BYTES = 128 * 1024
+SAMPLE_BYTES = 64 * 1024
 """Text that is tokenized to learn how many bytes a chunk needs."""
 
 CountTokens = Callable[[list[str]], int]
 
 
 def tokens_per_byte(ranges: list[Range], files: dict[int, TextFile], count_tokens: CountTokens) -> float:
-    """Of files, from texts at up to four places."""
+    """Of files, from texts at two places: of the first range the beginning, of the middle one the middle."""
     sample: list[Document] = []
-    for quarter, (number, start, stop) in enumerate([ranges[len(ranges) * i // 4] for i in range(4)] if ranges else []):
+    for half, (number, start, stop) in enumerate([ranges[0], ranges[len(ranges) // 2]] if ranges else []):
         file = files[number]
-        # One range is looked at in four places, several ranges at their beginnings.
-        place = start + (stop - start) * quarter // 4 if len(ranges) < 4 else start
+        place = start + (stop - start) * half // 2
         if not file.counts_rows and place > start:
             place = find_cut(file, place, stop)
-        batch = next(read_documents(file, place, stop, Skipped(), SAMPLE_BYTES // 4), None)
+        batch = next(read_documents(file, place, stop, Skipped(), SAMPLE_BYTES // 2), None)
         if batch is not None:
             sample += batch.texts or batch.ids or []
     return tokens_per_byte_of(sample, count_tokens)

@@ -3,7 +3,7 @@
 import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +30,12 @@ TRAINING_BYTES = 8_000_000
 
 
 def resolve_tokenizer(
-    settings: CacheSettings, *, sources: list[Source] | None = None, train: bool = True, tell=say
+    settings: CacheSettings,
+    *,
+    sources: list[Source] | None = None,
+    train: bool = True,
+    tell: Callable[[str], None] = say,
+    on_new: Callable[[Path], None] = lambda path: None,
 ) -> tuple[TokenizerFacts, TokenizerContent | None]:
     """What the tokenizer of the settings is. Its content is read only when it was never seen before.
 
@@ -39,6 +44,8 @@ def resolve_tokenizer(
         sources: What a tokenizer is trained on, if it must be.
         train: Train it if it does not exist and the settings say so.
         tell: Takes messages.
+        on_new: Called with the place of a tokenizer that was never seen, before it is read: there can be no cache
+            for it yet.
 
     Raises:
         TokenizerError: there is none, or it cannot be used.
@@ -54,6 +61,7 @@ def resolve_tokenizer(
     try:
         return TokenizerFacts(**store.read_sealed(memo)), None
     except (FileNotFoundError, CacheCorruptionError, TypeError):
+        on_new(path)
         content = read_tokenizer(path)
         if train:
             store.make_folder(memo.parent)

@@ -7,7 +7,7 @@ missing takes milliseconds, so building, going on after a kill, and growing are 
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -27,7 +27,7 @@ from packhorse.cache.snapshot import Index, Snapshot
 from packhorse.cache.tokenizers import resolve_tokenizer
 from packhorse.cache.workers import Workers, usable_cores
 from packhorse.corpus.engines import make_engine
-from packhorse.corpus.sources import Files, Source, check_sources, open_sources
+from packhorse.corpus.sources import Files, Source, Stream, check_sources, open_sources
 from packhorse.corpus.tokenizer import locate_tokenizer, read_tokenizer
 from packhorse.errors import CacheCorruptionError, CacheError, EngineMismatch, SourceError
 
@@ -74,21 +74,21 @@ def update_cache(settings: CacheSettings, quiet: bool = False) -> Cache:
     """
     tell = (lambda text: None) if quiet else say
     sources = open_sources(settings.source, text_column=settings.text_column, sample_by=settings.sample_by)
-    facts, content = resolve_tokenizer(settings, sources=sources, tell=tell)
-    recipe = make_recipe(settings, facts)
-    folder, mismatch = locate_cache(settings, recipe)
-    if mismatch is not None:
-        if settings.on_mismatch == "error":
-            raise mismatch
-        old = _free_name(folder)
-        folder.rename(old)
-        tell(f"The cache in {folder} was of another recipe; it is now {old}.")
-    if not (folder / "recipe.json").exists():
-        check_sources(sources)
-        content = content or read_tokenizer(locate_tokenizer(str(settings.tokenizer)))
-        create(folder, recipe, content, str(settings.tokenizer))
-    with _Update(settings, recipe, folder, sources, tell) as update:
-        update.run()
+    with _Staff(settings, sources) as staff:
+        facts, content = resolve_tokenizer(settings, sources=sources, tell=tell, on_new=staff.call_early)
+        recipe = make_recipe(settings, facts)
+        folder, mismatch = locate_cache(settings, recipe)
+        if mismatch is not None:
+            if settings.on_mismatch == "error":
+                raise mismatch
+            old = _free_name(folder)
+            folder.rename(old)
+            tell(f"The cache in {folder} was of another recipe; it is now {old}.")
+        if not (folder / "recipe.json").exists():
+            check_sources(sources)
+            content = content or read_tokenizer(locate_tokenizer(str(settings.tokenizer)))
+            create(folder, recipe, content, str(settings.tokenizer))
+        _Update(settings, recipe, folder, sources, staff, tell).run()
     cache = Cache(folder)
     if not cache.num_sequences("train"):
         raise SourceError(
@@ -99,10 +99,60 @@ def update_cache(settings: CacheSettings, quiet: bool = False) -> Cache:
     return cache
 
 
+class _Staff:
+    """The workers of one run of `update_cache`: there when they are needed, or a little earlier."""
+
+    def __init__(self, settings: CacheSettings, sources: list[Source]) -> None:
+        self._number, self._split_special_tokens = settings.workers, settings.split_special_tokens
+        self._workers: Workers | None = None
+        self._text_bytes = 0
+        for source in sources:
+            if isinstance(source, Files):
+                self._text_bytes += sum(file.size for file in source.files)
+            elif isinstance(source, Stream):
+                self._text_bytes += source.text_bytes or 0
+
+    def __enter__(self) -> "_Staff":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.dismiss()
+
+    def call_early(self, tokenizer: Path) -> None:
+        """Start them before the plan is made, if there is much to build: what they import and load takes a while."""
+        if self._text_bytes > EARLY_BYTES:
+            file = tokenizer if tokenizer.is_file() else tokenizer / "tokenizer.json"
+            self.call(many=True).prepare(file, self._split_special_tokens)
+
+    def call(self, many: bool) -> Workers:
+        """The workers. `auto` takes none for a single chunk: that is built faster here than a process starts."""
+        if self._workers is None:
+            number = self._number
+            if number == "auto":
+                number = len(usable_cores()) if many else 0
+            self._workers = Workers(number)
+        return self._workers
+
+    def dismiss(self) -> None:
+        """Stop them."""
+        if self._workers is not None:
+            self._workers.stop()
+            self._workers = None
+
+
 class _Update:
     """One run of `update_cache`."""
 
-    def __init__(self, settings: CacheSettings, recipe: Recipe, folder: Path, sources: list[Source], tell) -> None:
+    def __init__(
+        self,
+        settings: CacheSettings,
+        recipe: Recipe,
+        folder: Path,
+        sources: list[Source],
+        staff: _Staff,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.staff = staff
         self.settings, self.recipe, self.folder, self.tell = settings, recipe, folder, tell
         self.plan, self.index = Plan(folder), Index(folder)
         self.planner = Planner(
@@ -115,16 +165,6 @@ class _Update:
         )
         self.progress = BuildProgress(quiet=tell is not say)
         self._waiting: dict[int, int] = {}  # file number -> chunks that still need it
-        self._workers: Workers | None = None
-        size = sum(file.size for source in sources if isinstance(source, Files) for file in source.files)
-        if not self.plan.pages and size > EARLY_BYTES:
-            self._start_workers(many=True).prepare(folder, recipe.split_special_tokens)
-
-    def __enter__(self) -> "_Update":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._stop_workers()
 
     def run(self) -> None:
         """Build what is missing."""
@@ -156,7 +196,7 @@ class _Update:
         first = list(itertools.islice(jobs, 2))
         if not first:
             return []
-        workers = self._workers or self._start_workers(many=len(first) > 1)
+        workers = self.staff.call(many=len(first) > 1)
         built: list[Record] = []
 
         def on_record(record: Record) -> None:
@@ -175,19 +215,6 @@ class _Update:
                 self.tell,
             )
         return built
-
-    def _start_workers(self, many: bool) -> Workers:
-        number = self.settings.workers
-        if number == "auto":
-            # A single chunk is built faster here than a process starts.
-            number = len(usable_cores()) if many else 0
-        self._workers = Workers(number)
-        return self._workers
-
-    def _stop_workers(self) -> None:
-        if self._workers is not None:
-            self._workers.__exit__()
-            self._workers = None
 
     def _jobs(self) -> Iterator[Job]:
         """The chunks that are missing, planned ones first."""
@@ -290,7 +317,7 @@ class _Update:
         name = re.sub(r"[^A-Za-z0-9.]+", "-", error.engine)
         value = {"engine": error.engine, "text": error.text.encode("utf-8", "surrogatepass").hex()}
         store.publish(self.folder / "suspects" / f"{name}.json", store.seal(value))
-        self._stop_workers()
+        self.staff.dismiss()
         if self._is_suspect_index():
             self.index.forget()
         self.progress = BuildProgress(quiet=self.tell is not say)

@@ -26,7 +26,6 @@ def main(core: str) -> None:
     import pyarrow.parquet  # noqa: F401  (so that it is there when the first job comes)
 
     from packhorse.cache.build import Builder, Job
-    from packhorse.cache.recipe import read_identity, tokenizer_json
     from packhorse.corpus.documents import TextFile
     from packhorse.corpus.engines import load_fastokens, load_reference
     from packhorse.errors import EngineMismatch, PackhorseError
@@ -59,14 +58,14 @@ def main(core: str) -> None:
         try:
             for line in sys.stdin:
                 message = json.loads(line)
-                folder = Path(message["folder"])
-                if "job" not in message:
-                    # Only to have them loaded: whether they can be used is found out with the first job.
+                if "tokenizer" in message:
+                    # Only to have it loaded: whether it can be used is found out with the first job.
                     with suppress(Exception):
-                        text = tokenizer_json(folder, read_identity(folder))
+                        text = Path(message["tokenizer"]).read_text(encoding="utf-8")
                         load_reference(text, message["split_special_tokens"])
                         load_fastokens(text, message["split_special_tokens"])
                     continue
+                folder = Path(message["folder"])
                 builder = builder or Builder(
                     folder, message["engine"], message["compression"], lambda text: say(message=text)
                 )

@@ -54,20 +54,17 @@ class Workers:
         self._messages: queue.Queue = queue.Queue()
         self._workers = [_start(cores[i % len(cores)], i, self._messages) for i in range(num_workers)]
 
-    def __enter__(self) -> "Workers":
-        return self
-
-    def __exit__(self, *_) -> None:
-        # Whoever is idle has nothing to lose; whoever is not leaves a temporary file.
+    def stop(self) -> None:
+        """End the processes. Whoever is idle has nothing to lose; whoever is not leaves a temporary file."""
         for worker in self._workers:
             worker.kill()
         for worker in self._workers:
             worker.wait()
 
-    def prepare(self, folder: Path, split_special_tokens: bool) -> None:
-        """Let the workers load the tokenizer of a cache that they will be asked to build."""
+    def prepare(self, tokenizer_json: Path, split_special_tokens: bool) -> None:
+        """Let the workers load the tokenizer in a file, which they will probably be asked to use."""
         for worker in self._workers:
-            _send(worker, {"folder": str(folder), "split_special_tokens": split_special_tokens})
+            _send(worker, {"tokenizer": str(tokenizer_json), "split_special_tokens": split_special_tokens})
 
     def run(
         self,

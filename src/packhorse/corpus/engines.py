@@ -18,7 +18,7 @@ from packhorse.errors import EngineMismatch, TokenizerError
 
 SAMPLE_EVERY = 2_000
 """One document in so many is encoded by the reference as well."""
-FIRST_DOCUMENTS = 16
+FIRST_DOCUMENTS = 8
 """So are the first ones that an engine gets."""
 LONGEST_SAMPLE = 2**20
 """Longer documents are not compared: the reference would take minutes for a book of books."""
