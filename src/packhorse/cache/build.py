@@ -21,7 +21,7 @@ from packhorse.cache.record import Record, commit, read_record, record_path
 from packhorse.corpus.documents import Documents, Skipped, TextFile, read_documents
 from packhorse.corpus.engines import PROBES, Engine, make_engine, probe_digest
 from packhorse.corpus.packing import Packed, pack
-from packhorse.corpus.tokens import tokenize
+from packhorse.corpus.tokens import narrowest, tokenize
 from packhorse.errors import EngineMismatch, SourceError
 
 Progress = Callable[[int, int, int], None]
@@ -75,7 +75,7 @@ def build_chunk(recipe: Recipe, job: Job, engine: Engine, compression: str, prog
         )
     )
     lengths = _join([np.diff(part.ends, prepend=0) for part in parts], np.int64)
-    ids = _join([part.ids for part in parts], np.uint32)
+    ids = _join([part.ids for part in parts], narrowest(recipe.vocab_size))
     rows = _join([part.rows for part in parts], np.int64)
     is_eval = _join([part.is_eval for part in parts], bool)
     train, train_cut = _pack_side(recipe, ids, lengths, ~is_eval)

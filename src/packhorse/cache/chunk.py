@@ -35,6 +35,7 @@ checksum of a block is verified at every read, before LZ4 sees it: LZ4 itself le
 import hashlib
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import lz4.block
@@ -133,11 +134,10 @@ class Header:
 
 def encode_chunk(content: ChunkContent, chunk: int, recipe_digest: str, vocab_size: int, compression: str) -> Encoded:
     """The file of a chunk: the same content gives the same payload, and under one codec version the same bytes."""
-    tokens = np.concatenate([content.train.tokens, content.eval.tokens])
-    length = tokens.shape[1]
+    length = content.train.tokens.shape[1]
     bits = token_bits(vocab_size)
     rows_per_block = max(1, BLOCK_TOKENS // length)
-    raw = [pack_tokens(tokens[row : row + rows_per_block], bits) for row in range(0, len(tokens), rows_per_block)]
+    raw = [pack_tokens(rows, bits) for rows in _rows(content.train.tokens, content.eval.tokens, rows_per_block)]
     both = (content.train, content.eval)
     piece_lengths = np.concatenate([p.piece_lengths for p in both])
     raw += [
@@ -298,6 +298,15 @@ def unpack_tokens(raw: bytes, bits: int, num_tokens: int, start: int, stop: int)
         ones = np.unpackbits(packed, bitorder="little")[start - 8 * first : stop - 8 * first]
         tokens |= ones.astype(np.uint32) << np.uint32(16 + plane)
     return tokens
+
+
+def _rows(train: np.ndarray, evaluation: np.ndarray, count: int) -> Iterator[np.ndarray]:
+    """`count` rows at a time of one below the other, without copying more than the rows at the border."""
+    for start in range(0, len(train) + len(evaluation), count):
+        stop = start + count
+        first = train[start:stop]
+        rest = evaluation[max(0, start - len(train)) : max(0, stop - len(train))]
+        yield first if not len(rest) else rest if not len(first) else np.concatenate([first, rest])
 
 
 def _compress(block: bytes, options: dict) -> bytes:

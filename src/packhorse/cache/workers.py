@@ -129,6 +129,9 @@ def _start(core: int, number: int, messages: queue.Queue) -> subprocess.Popen:
         "RAYON_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
+        # Chunk after chunk needs the same large arrays: memory that is given back must be cleared page by page again.
+        "MALLOC_MMAP_THRESHOLD_": str(2**30),
+        "MALLOC_TRIM_THRESHOLD_": str(2**30),
     }
     worker = subprocess.Popen(
         [sys.executable, "-m", "packhorse.cache.worker", str(core)],

@@ -31,7 +31,7 @@ class Packed:
     """Sequences, and which document each of their pieces is from."""
 
     tokens: np.ndarray
-    """uint32 [num_sequences, sequence_length], padded at the end."""
+    """[num_sequences, sequence_length] of the ids' dtype, padded at the end."""
     pieces_per_sequence: np.ndarray
     """uint32 [num_sequences]."""
     piece_lengths: np.ndarray
@@ -58,7 +58,7 @@ def pack(
 
     Args:
         packing: `best_fit` or `concat`.
-        ids: uint32 [num_tokens]: all documents, one after the other.
+        ids: [num_tokens] of any unsigned integer: all documents, one after the other.
         ends: int64 [num_documents]: where each ends in `ids`; none is empty.
         sequence_length: Tokens per sequence.
         pad_id: What fills the end of a sequence.
@@ -190,7 +190,7 @@ def _lay_out(
 ) -> Packed:
     """Copy the pieces to their places."""
     count = int(sequences[-1]) + 1 if len(sequences) else 0
-    tokens = np.full(count * sequence_length, pad_id, np.uint32)
+    tokens = np.empty(count * sequence_length, ids.dtype)
     if count:
         filled = np.cumsum(lengths) - lengths
         first = np.searchsorted(sequences, sequences, side="left")
@@ -199,6 +199,9 @@ def _lay_out(
         # Copying slices in a loop is several times as fast as gathering single ids.
         for to, at, length in zip(place.tolist(), source.tolist(), lengths.tolist(), strict=True):
             tokens[to : to + length] = ids[at : at + length]
+        used = np.bincount(sequences, weights=lengths, minlength=count).astype(np.int64)
+        for row in np.flatnonzero(used < sequence_length).tolist():
+            tokens[row * sequence_length + used[row] : (row + 1) * sequence_length] = pad_id
     return Packed(
         tokens=tokens.reshape(count, sequence_length),
         pieces_per_sequence=np.bincount(sequences, minlength=count).astype(np.uint32),

@@ -16,7 +16,7 @@ class Tokens:
     """The tokens of some documents."""
 
     ids: np.ndarray
-    """uint32 [num_tokens]: all documents, one after the other."""
+    """[num_tokens] in the narrowest unsigned integer: all documents, one after the other."""
     ends: np.ndarray
     """int64 [num_documents]: where each ends in `ids`."""
     rows: np.ndarray
@@ -57,6 +57,7 @@ def tokenize(
         SourceError: a source of ids has one that is outside of the vocabulary.
     """
     threshold = int(eval_share * 2**64)
+    narrow = narrowest(vocab_size)
     for batch in batches:
         if batch.texts is not None:
             assert engine is not None
@@ -72,8 +73,13 @@ def tokenize(
         if not lengths.all():
             skipped.empty += int((lengths == 0).sum())
         keep = lengths > 0
-        ids, ends = _enclose(ids, lengths[keep], bos_id, eos_id)
+        ids, ends = _enclose(ids.astype(narrow, copy=False), lengths[keep], bos_id, eos_id)
         yield Tokens(ids=ids, ends=ends, rows=batch.rows[keep], is_eval=is_eval[keep], text_bytes=text_bytes)
+
+
+def narrowest(vocab_size: int) -> type[np.unsignedinteger]:
+    """The unsigned integer that holds every id of a vocabulary: half the memory is half the time."""
+    return np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
 def _enclose(ids: np.ndarray, lengths: np.ndarray, bos_id: int | None, eos_id: int | None):
@@ -82,7 +88,7 @@ def _enclose(ids: np.ndarray, lengths: np.ndarray, bos_id: int | None, eos_id: i
     ends = np.cumsum(lengths + extra)
     if not extra:
         return ids, ends
-    out = np.empty(int(ends[-1]) if len(ends) else 0, np.uint32)
+    out = np.empty(int(ends[-1]) if len(ends) else 0, ids.dtype)
     text = np.ones(len(out), bool)
     if bos_id is not None:
         starts = ends - lengths - extra
