@@ -165,12 +165,13 @@ def encode_chunk(content: ChunkContent, chunk: int, recipe_digest: str, vocab_si
     header += struct.pack("<I", zlib.crc32(header))
     index = b"".join(struct.pack("<II", len(block), zlib.crc32(block)) for block in stored)
     head = header + index + struct.pack("<I", zlib.crc32(index))
-    parts = [head, b"".join(stored)]
+    parts = [head, *stored]
     payload = hashlib.sha256(header[28:49])
     for block in raw:
         payload.update(block)
-    file = hashlib.sha256(parts[0])
-    file.update(parts[1])
+    file = hashlib.sha256()
+    for part in parts:
+        file.update(part)
     return Encoded(
         parts=parts,
         num_bytes=sum(map(len, parts)),

@@ -19,7 +19,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,9 @@ LEFTOVER_SECONDS = 24 * 3600
 """Temporary files that are older belong to nobody."""
 
 _TEMPORARY = ".tmp-"
+WRITE_BYTES = 2**19
+"""Parts of a file are put together until they are so many."""
+
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
@@ -180,7 +183,7 @@ def _write_temporary(path: Path, data: bytes | Iterable[bytes]) -> Path:
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         try:
-            for part in [data] if isinstance(data, bytes) else data:
+            for part in [data] if isinstance(data, bytes) else _joined(data):
                 view = memoryview(part)
                 while view:
                     view = view[os.write(descriptor, view) :]
@@ -193,6 +196,20 @@ def _write_temporary(path: Path, data: bytes | Iterable[bytes]) -> Path:
             os.unlink(temporary)
         raise
     return temporary
+
+
+def _joined(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """Small parts put together, large enough that a write pays and small enough that the memory is used again."""
+    waiting: list[bytes] = []
+    size = 0
+    for part in parts:
+        waiting.append(part)
+        size += len(part)
+        if size >= WRITE_BYTES:
+            yield b"".join(waiting)
+            waiting, size = [], 0
+    if waiting:
+        yield b"".join(waiting)
 
 
 def _publish_without_links(temporary: Path, path: Path) -> bool:
