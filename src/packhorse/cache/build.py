@@ -6,7 +6,8 @@ once and repair are this one function; they differ only in which chunk numbers t
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,6 +167,35 @@ class Builder:
             packhorse=packhorse.__version__,
         )
         return lambda: commit(self.folder, record, built.encoded.parts)
+
+
+def build_all(
+    jobs: Iterable[tuple[Builder, Job]],
+    on_progress: Progress,
+    on_record: Callable[[Record], None],
+    on_error: Callable[[Exception], None],
+) -> None:
+    """Build and commit chunk after chunk; one is written to the disk while the next is built.
+
+    Args:
+        jobs: Who builds what.
+        on_progress: Called while a chunk is built.
+        on_record: Called, from another thread, when it is committed.
+        on_error: Called with what went wrong; nothing more is built then.
+    """
+
+    def finish(commit: Callable[[], Record]) -> None:
+        try:
+            on_record(commit())
+        except Exception as error:
+            on_error(error)
+
+    with ThreadPoolExecutor(1) as committer:
+        try:
+            for builder, job in jobs:
+                committer.submit(finish, builder.make(job, on_progress))
+        except Exception as error:
+            on_error(error)
 
 
 def _documents(job: Job, skipped: Skipped) -> Iterator[Documents]:

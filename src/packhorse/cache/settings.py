@@ -51,7 +51,7 @@ class CacheSettings:
     engine: Literal["auto", "fastokens", "hf"] = "auto"
     """What tokenizes: `auto` takes fastokens where it proves to give the reference's ids."""
     workers: int | Literal["auto"] = "auto"
-    """Processes that build; `auto` takes the physical cores that may be used, 0 builds in this process."""
+    """Builders, this process among them; `auto` takes the physical cores that may be used, 0 builds without threads."""
 
     def __post_init__(self) -> None:
         _check(1 < self.sequence_length <= 131_072, "sequence_length", self.sequence_length, "from 2 to 131,072")

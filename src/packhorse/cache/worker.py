@@ -1,12 +1,11 @@
 """One worker process: jobs in, committed chunks and their records out.
 
-    python -m packhorse.cache.worker CORE    (started by `workers.py`, not by hand)
-
-A chunk is written to the disk while the next one is built.
+python -m packhorse.cache.worker CORE    (started by `workers.py`, not by hand)
 """
 
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 
 
@@ -19,15 +18,14 @@ def main(core: str) -> None:
     import json
     import threading
     import traceback
-    from concurrent.futures import ThreadPoolExecutor
     from dataclasses import asdict
     from pathlib import Path
 
     import pyarrow.parquet  # noqa: F401  (so that it is there when the first job comes)
 
-    from packhorse.cache.build import Builder, Job
+    from packhorse.cache.build import Builder, Job, build_all
     from packhorse.corpus.documents import TextFile
-    from packhorse.corpus.engines import load_fastokens, load_reference
+    from packhorse.corpus.engines import load_early
     from packhorse.errors import EngineMismatch, PackhorseError
 
     # Nothing but messages may reach the parent through standard output.
@@ -39,7 +37,7 @@ def main(core: str) -> None:
             channel.write(json.dumps(message) + "\n")
             channel.flush()
 
-    def tell(error: BaseException) -> None:
+    def tell(error: Exception) -> None:
         if isinstance(error, EngineMismatch):
             say(error="EngineMismatch", engine=error.engine, text=error.text)
         elif isinstance(error, PackhorseError):
@@ -47,37 +45,26 @@ def main(core: str) -> None:
         else:
             say(error="Exception", message="".join(traceback.format_exception(error)))
 
-    def finish(commit) -> None:
-        try:
-            say(record=asdict(commit()))
-        except Exception as error:
-            tell(error)
-
-    builder = None
-    with ThreadPoolExecutor(1) as committer:
-        try:
-            for line in sys.stdin:
-                message = json.loads(line)
-                if "tokenizer" in message:
-                    # Only to have it loaded: whether it can be used is found out with the first job.
-                    with suppress(Exception):
-                        text = Path(message["tokenizer"]).read_text(encoding="utf-8")
-                        load_reference(text, message["split_special_tokens"])
-                        load_fastokens(text, message["split_special_tokens"])
-                    continue
-                folder = Path(message["folder"])
-                builder = builder or Builder(
-                    folder, message["engine"], message["compression"], lambda text: say(message=text)
-                )
-                job = message["job"]
-                job = Job(
+    def jobs() -> Iterator[tuple[Builder, Job]]:
+        builder = None
+        for line in sys.stdin:
+            message = json.loads(line)
+            if "tokenizer" in message:
+                load_early(Path(message["tokenizer"]), message["split_special_tokens"])
+                continue
+            setting = Path(message["folder"]), message["engine"], message["compression"]
+            builder = builder or Builder(*setting, lambda text: say(message=text))
+            job = message["job"]
+            yield (
+                builder,
+                Job(
                     chunk=job["chunk"],
                     ranges=[tuple(r) for r in job["ranges"]],
                     files={int(number): TextFile(**file) for number, file in job["files"].items()},
-                )
-                committer.submit(finish, builder.make(job, lambda *done: say(progress=done)))
-        except Exception as error:
-            tell(error)
+                ),
+            )
+
+    build_all(jobs(), lambda *done: say(progress=done), lambda record: say(record=asdict(record)), tell)
 
 
 if __name__ == "__main__":

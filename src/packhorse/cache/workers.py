@@ -1,9 +1,9 @@
 """Chunk numbers -> records: the processes that build.
 
-Workers are plain subprocesses, started once and fed one chunk after the other. Each is pinned to one core before it
-imports anything that has threads of its own (the only cap that every tokenizer engine obeys). A worker reads,
-tokenizes, packs, compresses, hashes and writes; only small messages travel: JSON lines, a job down, progress and a
-record up.
+One builder is a thread of the calling process, the others are plain subprocesses, started once and fed one chunk after
+the other. Each is pinned to one core before it loads anything that has threads of its own (the only cap that every
+tokenizer engine obeys). A builder reads, tokenizes, packs, compresses, hashes and writes; between processes only small
+messages travel: JSON lines, a job down, progress and a record up.
 
 A worker whose parent is gone reads the end of its input and stops. One that is killed leaves a temporary file.
 """
@@ -14,7 +14,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -41,29 +41,38 @@ def usable_cores() -> list[int]:
 
 
 class Workers:
-    """Processes that build chunks, or this process if there are to be none.
+    """The builders of a cache: this process, and others beside it.
 
-    They begin to import what they need as soon as the pool exists, while the caller is still planning.
+    Others begin to import what they need as soon as they exist, while the caller is still planning. The one in this
+    process is a thread: it shares what the caller has loaded already, so a small build is not mostly start-up.
 
     Args:
-        num_workers: How many processes; 0 builds in this one.
+        num_workers: How many builders; 0 builds in the calling thread.
     """
 
     def __init__(self, num_workers: int) -> None:
-        cores = usable_cores()
+        self._cores = usable_cores()
+        self._number = num_workers
         self._messages: queue.Queue = queue.Queue()
-        self._workers = [_start(cores[i % len(cores)], i, self._messages) for i in range(num_workers)]
+        self._others = {i: _start(self._cores[i % len(self._cores)], i, self._messages) for i in range(1, num_workers)}
+        self._here: queue.Queue = queue.Queue()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
 
     def stop(self) -> None:
-        """End the processes. Whoever is idle has nothing to lose; whoever is not leaves a temporary file."""
-        for worker in self._workers:
+        """End all builders. Whoever is idle has nothing to lose; whoever is not leaves a temporary file."""
+        self._stopped = True
+        for worker in self._others.values():
             worker.kill()
-        for worker in self._workers:
+        for worker in self._others.values():
             worker.wait()
+        if self._thread is not None:
+            self._here.put(None)
+            self._thread.join()
 
     def prepare(self, tokenizer_json: Path, split_special_tokens: bool) -> None:
-        """Let the workers load the tokenizer in a file, which they will probably be asked to use."""
-        for worker in self._workers:
+        """Let the others load the tokenizer in a file, which they will probably be asked to use."""
+        for worker in self._others.values():
             _send(worker, {"tokenizer": str(tokenizer_json), "split_special_tokens": split_special_tokens})
 
     def run(
@@ -79,7 +88,7 @@ class Workers:
         """Build chunks.
 
         Args:
-            jobs: `build.Job`s; taken when a worker is about to be free.
+            jobs: `build.Job`s; taken when a builder is about to be free.
             folder: The cache.
             engine: What is to tokenize: `auto`, `fastokens` or `hf`.
             compression: How hard LZ4 works.
@@ -88,37 +97,76 @@ class Workers:
             tell: Takes messages for the user, each once.
 
         Raises:
-            PackhorseError: what went wrong in a worker. Chunks that were committed stay.
+            PackhorseError: what went wrong in a builder. Chunks that were committed stay.
         """
         from packhorse.cache.build import Builder
         from packhorse.cache.record import Record
 
-        if not self._workers:
+        if not self._number:
             builder = None
             for job in jobs:
                 builder = builder or Builder(folder, engine, compression, tell)
                 on_record(builder.build(job, on_progress))
             return
-        setting = {"folder": str(folder), "engine": engine, "compression": compression}
-        messages = ({**setting, "job": asdict(job)} for job in jobs)
-        running, told = 0, set()
+        jobs, running, told = iter(jobs), 0, set()
+        self._thread = threading.Thread(target=self._build_here, args=(folder, engine, compression), daemon=True)
+        self._thread.start()
+
+        def give(number: int) -> int:
+            job = next(jobs, None)
+            if job is None:
+                return 0
+            if number == 0:
+                self._here.put(job)
+            else:
+                setting = {"folder": str(folder), "engine": engine, "compression": compression}
+                _send(self._others[number], {**setting, "job": asdict(job)})
+            return 1
+
         # Two at a time: one is built while the one before is written to the disk.
-        for worker in self._workers * 2:
-            running += _send(worker, next(messages, None))
+        for number in [*range(self._number)] * 2:
+            running += give(number)
         while running:
             number, message = self._messages.get()
             if "progress" in message:
                 on_progress(*message["progress"])
+            elif "record" in message:
+                record = message["record"]
+                if isinstance(record, dict):
+                    record = Record(**{**record, "ranges": [tuple(r) for r in record["ranges"]]})
+                on_record(record)
+                running += give(number) - 1
             elif "message" in message and "error" not in message:
                 if message["message"] not in told:
                     tell(message["message"])
                 told.add(message["message"])
-            elif "record" in message:
-                record = message["record"]
-                on_record(Record(**{**record, "ranges": [tuple(r) for r in record["ranges"]]}))
-                running += _send(self._workers[number], next(messages, None)) - 1
             else:
                 raise _error(message)
+
+    def _build_here(self, folder: Path, engine: str, compression: str) -> None:
+        """The life of the builder in this process."""
+        from packhorse.cache.build import Builder, Job, build_all
+
+        # The affinity of this thread alone, and of those that the engine starts from it.
+        if hasattr(os, "sched_setaffinity"):
+            with suppress(OSError):
+                os.sched_setaffinity(0, {self._cores[0]})
+
+        def say(**message) -> None:
+            self._messages.put((0, message))
+
+        def jobs() -> Iterator[tuple[Builder, Job]]:
+            builder = None
+            while (job := self._here.get()) is not None and not self._stopped:
+                builder = builder or Builder(folder, engine, compression, lambda text: say(message=text))
+                yield builder, job
+
+        build_all(
+            jobs(),
+            lambda *done: say(progress=done),
+            lambda record: say(record=record),
+            lambda error: say(exception=error),
+        )
 
 
 def _start(core: int, number: int, messages: queue.Queue) -> subprocess.Popen:
@@ -163,6 +211,8 @@ def _send(worker: subprocess.Popen, message: dict[str, Any] | None) -> int:
 
 
 def _error(message: dict[str, Any]) -> Exception:
+    if "exception" in message:
+        return message["exception"]
     if "died" in message:
         status = message["died"]
         why = f"killed by signal {-status}" if status < 0 else f"exit status {status}"

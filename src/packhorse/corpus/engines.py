@@ -8,8 +8,10 @@ as fast. That is believed only as long as it is seen: `make_engine` compares bot
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -197,6 +199,14 @@ def load_reference(tokenizer_json: str, split_special_tokens: bool) -> Reference
 def load_fastokens(tokenizer_json: str, split_special_tokens: bool) -> Fastokens:
     """The fast engine, the last one kept."""
     return Fastokens(tokenizer_json, split_special_tokens)
+
+
+def load_early(tokenizer_json: Path, split_special_tokens: bool) -> None:
+    """Have the engines loaded when they are needed; whether they can be used is found out then."""
+    with suppress(Exception):
+        text = tokenizer_json.read_text(encoding="utf-8")
+        load_fastokens(text, split_special_tokens)
+        load_reference(text, split_special_tokens)
 
 
 def probe_digest(engine: Engine) -> str:
