@@ -8,13 +8,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 
+from packhorse.cache.workers import pin
+
 
 def main(core: str) -> None:
     """Build what standard input asks for, and tell about it on standard output."""
-    # Before anything is imported that counts cores.
-    if hasattr(os, "sched_setaffinity"):
-        with suppress(OSError):
-            os.sched_setaffinity(0, {int(core)})
+    # Before anything is loaded that counts cores.
+    pin(int(core))
     import json
     import threading
     import traceback
@@ -53,7 +53,7 @@ def main(core: str) -> None:
                 load_early(Path(message["tokenizer"]), message["split_special_tokens"])
                 continue
             setting = Path(message["folder"]), message["engine"], message["compression"]
-            builder = builder or Builder(*setting, lambda text: say(message=text))
+            builder = builder or Builder(*setting, lambda text: say(tell=text))
             job = message["job"]
             yield (
                 builder,

@@ -40,6 +40,13 @@ def usable_cores() -> list[int]:
     return cores[: max(1, int(_quota(len(cores))))]
 
 
+def pin(core: int) -> None:
+    """Keep the calling thread, and those that it starts, on one core, where the system can do that."""
+    if hasattr(os, "sched_setaffinity"):
+        with suppress(OSError):
+            os.sched_setaffinity(0, {core})
+
+
 class Workers:
     """The builders of a cache: this process, and others beside it.
 
@@ -100,7 +107,6 @@ class Workers:
             PackhorseError: what went wrong in a builder. Chunks that were committed stay.
         """
         from packhorse.cache.build import Builder
-        from packhorse.cache.record import Record
 
         if not self._number:
             builder = None
@@ -131,15 +137,12 @@ class Workers:
             if "progress" in message:
                 on_progress(*message["progress"])
             elif "record" in message:
-                record = message["record"]
-                if isinstance(record, dict):
-                    record = Record(**{**record, "ranges": [tuple(r) for r in record["ranges"]]})
-                on_record(record)
+                on_record(message["record"])
                 running += give(number) - 1
-            elif "message" in message and "error" not in message:
-                if message["message"] not in told:
-                    tell(message["message"])
-                told.add(message["message"])
+            elif "tell" in message:
+                if message["tell"] not in told:
+                    tell(message["tell"])
+                told.add(message["tell"])
             else:
                 raise _error(message)
 
@@ -148,9 +151,7 @@ class Workers:
         from packhorse.cache.build import Builder, Job, build_all
 
         # The affinity of this thread alone, and of those that the engine starts from it.
-        if hasattr(os, "sched_setaffinity"):
-            with suppress(OSError):
-                os.sched_setaffinity(0, {self._cores[0]})
+        pin(self._cores[0])
 
         def say(**message) -> None:
             self._messages.put((0, message))
@@ -158,7 +159,7 @@ class Workers:
         def jobs() -> Iterator[tuple[Builder, Job]]:
             builder = None
             while (job := self._here.get()) is not None and not self._stopped:
-                builder = builder or Builder(folder, engine, compression, lambda text: say(message=text))
+                builder = builder or Builder(folder, engine, compression, lambda text: say(tell=text))
                 yield builder, job
 
         build_all(
@@ -195,8 +196,14 @@ def _start(core: int, number: int, messages: queue.Queue) -> subprocess.Popen:
 
 
 def _listen(number: int, worker: subprocess.Popen, messages: queue.Queue) -> None:
+    from packhorse.cache.record import Record
+
     for line in worker.stdout:
-        messages.put((number, json.loads(line)))
+        message = json.loads(line)
+        if "record" in message:
+            record = message["record"]
+            message["record"] = Record(**{**record, "ranges": [tuple(r) for r in record["ranges"]]})
+        messages.put((number, message))
     messages.put((number, {"died": worker.wait()}))
 
 

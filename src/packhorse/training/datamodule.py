@@ -8,7 +8,7 @@ epoch e ends with the last whole batch of the data's epoch e, and the next one b
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -117,11 +117,9 @@ class TokenDataModule(LightningDataModule):
             steps=trainer.max_steps if trainer.max_steps > 0 else 0,
             limit=limit,
         )
-        by_epochs = None
         if trainer.max_epochs is not None and trainer.max_epochs > 0:
             by_epochs = sum(map(plan.epoch_steps, range(trainer.max_epochs)))
-        if by_epochs is not None:
-            plan = RunPlan(**{**plan.__dict__, "steps": min(plan.steps, by_epochs) if plan.steps else by_epochs})
+            plan = replace(plan, steps=min(plan.steps, by_epochs) if plan.steps else by_epochs)
         return plan
 
     def train_dataloader(self) -> DataLoader:
