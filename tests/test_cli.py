@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from packhorse.cache import store
+from packhorse.cache.commands import VERBS
 from packhorse.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -109,6 +110,35 @@ def test_cache_commands_tell_the_same_in_json(config, capsys):
     assert {key: status[key] for key in built} == built
     assert main(["cache", "validate", "--config", str(config)]) == 0
     assert "1/1 chunks, all hashes verified" in capsys.readouterr().out
+
+
+def test_a_cache_command_takes_the_folder_of_a_cache_too(config, tmp_path, capsys):
+    build(config)
+    (folder,) = (tmp_path / "cache").glob("*-*")
+    capsys.readouterr()
+    assert main(["cache", "status", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["folder"] == str(folder)
+    assert main(["cache", "build", str(folder)]) == 2
+    assert "give --config" in capsys.readouterr().err
+    assert main(["cache", "status", str(folder), "--config", str(config)]) == 2
+
+
+def test_an_error_of_a_cache_command_is_json_too_when_json_is_asked_for(tmp_path, capsys):
+    assert main(["cache", "status", str(tmp_path / "nothing"), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"] == "CacheIncompleteError"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself(verb, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["cache", verb, "--help"])
+    assert stop.value.code == 0
+    assert f"packhorse cache {verb}" in capsys.readouterr().out
+
+
+def test_dashes_and_underscores_in_options_are_the_same(config, capsys):
+    assert build(config, "--data.sequence-length=1") == 2
+    assert "from 2 to 131,072" in capsys.readouterr().err
 
 
 def test_validate_finds_a_damaged_chunk_with_status_1_and_changes_nothing(config, tmp_path, capsys):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from packhorse.cache.commands import make_parser, read_settings
+from packhorse.cache.commands import load_verb, make_parser, read_settings
 from packhorse.models import InfiniLlamaForCausalLM
 from packhorse.training.cli import make_cli
 
@@ -25,7 +25,7 @@ def test_a_configuration_makes_its_model_and_data(config, tmp_path, monkeypatch)
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_cache_commands_read_the_same_data_group(config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = make_parser("").parse_args(["--config", str(config)])
+    options = make_parser(load_verb("status")).parse_args(["--config", str(config)])
     assert read_settings(options) == make_cli(["--config", str(config)], run=False).datamodule.settings
 
 

@@ -1,0 +1,106 @@
+"""`packhorse cache VERB --config X.yaml`: the same YAML as `fit`, without a trainer, a model, or torch.
+
+A verb is a file of this folder with one function of the same name:
+
+    def inspect(where: CacheSettings | Path, *, sequence: int = 0) -> Outcome
+
+Its keyword parameters are the options of the command line, its docstring their help. It does its work through the rest
+of the cache and returns what is to be said; how that is printed, for people or for scripts, is decided here.
+"""
+
+import importlib
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
+
+from packhorse.cache.commands.outcome import Outcome
+from packhorse.cache.settings import CacheSettings, DataSettings
+from packhorse.corpus.sources import named_in_configuration
+from packhorse.errors import PackhorseError, SettingsError
+
+VERBS = {
+    "build": "build the cache, or bring it up to date with its sources",
+    "status": "tell what is planned and what is built",
+    "validate": "read every chunk and verify every hash; changes nothing",
+}
+"""Verb -> what it does, in the order of the help."""
+
+OTHER_GROUPS = ("trainer", "model", "checkpoint", "seed_everything", "ckpt_path", "weights_only", "verbose")
+"""Groups of a configuration that are not ours; they are read over."""
+
+
+def run_cache_command(arguments: list[str]) -> int:
+    """Run a verb; the result is the exit status."""
+    if not arguments or arguments[0] not in VERBS:
+        lines = [f"  {name:9} {description}" for name, description in VERBS.items()]
+        usage = "packhorse cache VERB --config X.yaml, or packhorse cache VERB FOLDER"
+        print(f"{usage}\n\n" + "\n".join(lines) + "\n\nMore about one of them: packhorse cache VERB --help")
+        return 0 if arguments[:1] in ([], ["-h"], ["--help"]) else 2
+    verb = load_verb(arguments[0])
+    options = make_parser(verb).parse_args([_spelled(argument) for argument in arguments[1:]])
+    if not options.json:
+        outcome = verb(_where(options), **_options_of(verb, options))
+        print("\n".join(outcome.lines))
+        return outcome.status
+    try:
+        outcome = verb(_where(options), **_options_of(verb, options))
+    except PackhorseError as error:
+        print(json.dumps({"error": type(error).__name__, "message": str(error)}, indent=2))
+        raise
+    print(json.dumps(outcome.values, indent=2))
+    return outcome.status
+
+
+def load_verb(name: str) -> Callable[..., Outcome]:
+    """The function of a verb; nothing is imported for the others."""
+    name = f"{name}_" if name == "import" else name
+    return getattr(importlib.import_module(f"{__name__}.{name}"), name)
+
+
+def make_parser(verb: Callable[..., Outcome]) -> ArgumentParser:
+    """A parser for the `data:` group of a configuration and the options of a verb."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    description = inspect.getdoc(verb).split("\n\nArgs:")[0]
+    parser = ArgumentParser(prog=f"packhorse cache {verb.__name__.strip('_')}", description=description)
+    parser.add_argument(
+        "folder", nargs="?", type=str | None, help="The folder of a cache, where no sources are needed."
+    )
+    parser.add_argument("-c", "--config", action=ActionConfigFile, help="A YAML file; several are merged.")
+    parser.add_argument("--json", action="store_true", help="Print the result as JSON.")
+    parser.add_function_arguments(verb, skip={"where"})
+    parser.add_class_arguments(DataSettings, "data")
+    for group in OTHER_GROUPS:
+        # Not `Any`, which would import what a class_path in it names, and with it torch.
+        parser.add_argument(f"--{group}", type=dict | list | str | int | bool, help="Of no concern here.")
+    return parser
+
+
+def read_settings(options: Namespace) -> DataSettings:
+    """The settings of the `data:` group; without a tokenizer, that of the model."""
+    values = dict(vars(options.data))
+    model = options.model if isinstance(options.model, dict) else {}
+    if values["tokenizer"] is None:
+        values["tokenizer"] = model.get("pretrained")
+    values["source"] = named_in_configuration(values["source"])
+    return DataSettings(**values)
+
+
+def _where(options: Namespace) -> CacheSettings | Path:
+    if options.folder is None:
+        return read_settings(options).cache
+    if options.config:
+        raise SettingsError(f"Give either a folder or --config, not both: {options.folder}.")
+    return Path(options.folder)
+
+
+def _options_of(verb: Callable, options: Namespace) -> dict:
+    return {name: options[name] for name in inspect.signature(verb).parameters if name != "where"}
+
+
+def _spelled(argument: str) -> str:
+    """`--start-chunk` is `--start_chunk`."""
+    name, equals, value = argument.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value if name.startswith("--") else argument
