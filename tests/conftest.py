@@ -156,7 +156,7 @@ def file_bytes(folder: Path) -> dict[str, bytes]:
 
 def documents_in(cache) -> list[list[int]]:
     """The ids of every document of a cache, in the order of chunks and documents, put together from their pieces."""
-    length = cache.sequence_length
+    length, overlap = cache.sequence_length, cache.recipe.overlap
     documents = []
     for number in range(cache.snapshot.num_chunks):
         chunk = cache.chunk(number)
@@ -169,9 +169,9 @@ def documents_in(cache) -> list[list[int]]:
         assert sorted(pieces) == list(range(chunk.header.num_documents))
         for document in sorted(pieces):
             own = pieces[document]
-            if cache.recipe.packing == "best_fit":
+            if cache.recipe.packing in ("best_fit", "window"):
                 own.sort(key=lambda piece: len(piece) < length)
-            documents.append([i for piece in own for i in piece])
+            documents.append(own[0] + [i for piece in own[1:] for i in piece[overlap:]])
     return documents
 
 

@@ -1,13 +1,16 @@
 """Laws of recipes: another recipe is another cache, the same one is found again, and refusals say why."""
 
+import hashlib
 import json
 import shutil
+from dataclasses import MISSING, asdict, fields
 
 import numpy as np
 import pytest
 
 from conftest import all_tokens, documents_in, make_texts, payloads, texts_in, write_jsonl
-from packhorse.cache import CacheSettings, DataSettings, build_cache, open_cache
+from packhorse.cache import CacheSettings, DataSettings, build_cache, open_cache, store
+from packhorse.cache.record import Record, read_record, record_path
 from packhorse.errors import (
     CacheCorruptionError,
     CacheIncompleteError,
@@ -17,6 +20,11 @@ from packhorse.errors import (
 )
 
 TEXTS = make_texts(40, seed=2, words=15)
+OLD_FIELDS = (
+    "format tokenizer tokenizer_probe vocab_size bos_id eos_id pad_id split_special_tokens text_column sample_by "
+    "sequence_length packing eval_share"
+).split()
+"""Of the first recipes that were written."""
 
 
 @pytest.fixture
@@ -42,6 +50,19 @@ def test_what_does_not_decide_tokens_is_not_in_the_recipe(build, source):
         again = build(source, **variant)
         assert again.folder == first.folder
         assert again.snapshot.digest == first.snapshot.digest
+
+
+def test_fields_that_are_added_to_recipes_and_records_leave_old_caches_as_they_are(build, source):
+    cache = build(source)
+    recipe, path = cache.recipe, record_path(cache.folder, 0)
+    plain = {name: value for name, value in asdict(recipe).items() if name in OLD_FIELDS}
+    assert recipe.digest == hashlib.sha256(store.canonical(plain)).hexdigest()
+    assert store.read_sealed(cache.folder / "recipe.json")["recipe"] == plain
+    record, expected = store.read_sealed(path), read_record(cache.folder, 0)
+    added = {field.name for field in fields(Record) if field.default is not MISSING} - {"format"}
+    store.replace(path, store.seal({name: value for name, value in record.items() if name not in added}))
+    assert read_record(cache.folder, 0) == expected
+    assert open_cache(cache.folder).summary == cache.summary
 
 
 def test_a_cache_named_by_its_folder_is_refused_with_field_and_both_values(build, source):
@@ -165,8 +186,6 @@ def test_a_cache_that_does_not_exist_is_said_to_be_missing(tmp_path, source, gpt
 
 
 def test_a_format_that_is_not_known_is_refused(build, source):
-    from packhorse.cache import store
-
     cache = build(source)
     value = store.read_sealed(cache.folder / "recipe.json")
     value["recipe"]["format"] = 99

@@ -1,5 +1,7 @@
 """Laws of packing: nothing is lost, nothing is doubled, little is padded."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,10 +13,10 @@ from packhorse.corpus.packing import pack
 PAD = 999_999
 
 
-def pack_lengths(kind: str, lengths: list[int], sequence_length: int):
+def pack_lengths(kind: str, lengths: list[int], sequence_length: int, overlap: int = 0):
     """Documents of these lengths; the tokens are numbered through, so that each can be told from all others."""
     ids = np.arange(sum(lengths), dtype=np.uint32)
-    return pack(kind, ids, np.cumsum(lengths, dtype=np.int64), sequence_length, PAD)
+    return pack(kind, ids, np.cumsum(lengths, dtype=np.int64), sequence_length, PAD, overlap=overlap)
 
 
 def pieces_of(packed) -> list[tuple[int, int, np.ndarray]]:
@@ -77,7 +79,7 @@ def slow_best_fit(lengths: list[int], size: int) -> list[list[tuple[int, int]]]:
 documents = st.lists(st.one_of(st.integers(1, 12), st.integers(1, 60)), max_size=60)
 
 
-@pytest.mark.parametrize("kind", ["best_fit", "concat"])
+@pytest.mark.parametrize("kind", ["best_fit", "concat", "pad"])
 @settings(max_examples=60, deadline=None)
 @given(lengths=documents, sequence_length=st.integers(2, 16))
 def test_every_token_stands_in_exactly_one_place_and_documents_can_be_rebuilt(kind, lengths, sequence_length):
@@ -115,7 +117,35 @@ def test_concat_puts_documents_end_to_end_and_pads_the_last_sequence_only(length
     assert len(flat) - total < size
 
 
-@pytest.mark.parametrize("kind", ["best_fit", "concat"])
+@settings(max_examples=60, deadline=None)
+@given(lengths=documents, sequence_length=st.integers(2, 16))
+def test_pad_gives_every_document_sequences_of_its_own_in_its_order(lengths, sequence_length):
+    packed = pack_lengths("pad", lengths, sequence_length)
+    assert (packed.pieces_per_sequence == 1).all()
+    counts = [-(-length // sequence_length) for length in lengths]
+    assert packed.piece_documents.tolist() == [i for i, count in enumerate(counts) for _ in range(count)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=documents, sequence_length=st.integers(2, 16), data=st.data())
+def test_window_pieces_share_just_the_overlap_with_the_piece_before(lengths, sequence_length, data):
+    overlap = data.draw(st.integers(1, sequence_length - 1))
+    packed = pack_lengths("window", lengths, sequence_length, overlap)
+    own: list[list[np.ndarray]] = [[] for _ in lengths]
+    for _, document, tokens in pieces_of(packed):
+        own[document].append(tokens)
+    for document, (length, pieces) in enumerate(zip(lengths, own, strict=True)):
+        pieces.sort(key=lambda tokens: len(tokens) < sequence_length)
+        for before, after in itertools.pairwise(pieces):
+            assert len(before) == sequence_length
+            assert len(after) > overlap
+            assert before[-overlap:].tolist() == after[:overlap].tolist()
+        tokens = np.concatenate([pieces[0], *(piece[overlap:] for piece in pieces[1:])])
+        start = sum(lengths[:document])
+        assert tokens.tolist() == list(range(start, start + length))
+
+
+@pytest.mark.parametrize("kind", ["best_fit", "concat", "pad", "window"])
 def test_nothing_packs_to_nothing(kind):
     packed = pack_lengths(kind, [], 8)
     assert packed.tokens.shape == (0, 8)
@@ -149,5 +179,5 @@ def test_best_fit_fills_99_3_percent_of_a_chunk_of_natural_lengths():
 
 
 def test_an_unknown_packing_is_refused():
-    with pytest.raises(ValueError, match="best_fit or concat"):
+    with pytest.raises(ValueError, match="best_fit, concat, pad or window"):
         pack_lengths("first_fit", [1], 8)

@@ -49,6 +49,8 @@ class Built:
     documents: int
     eval_documents: int
     cut_documents: int
+    truncated_documents: int
+    truncated_tokens: int
     skipped: Skipped
     text_bytes: int
 
@@ -79,8 +81,10 @@ def build_chunk(recipe: Recipe, job: Job, engine: Engine, compression: str, prog
     ids = _join([part.ids for part in parts], narrowest(recipe.vocab_size))
     rows = _join([part.rows for part in parts], np.int64)
     is_eval = _join([part.is_eval for part in parts], bool)
-    train, train_cut = _pack_side(recipe, ids, lengths, ~is_eval)
-    evaluation, eval_cut = _pack_side(recipe, ids, lengths, is_eval)
+    starts = np.cumsum(lengths) - lengths
+    kept = np.minimum(lengths, recipe.sequence_length) if recipe.long_documents == "truncate" else lengths
+    train, train_cut = _pack_side(recipe, ids, starts, kept, ~is_eval)
+    evaluation, eval_cut = _pack_side(recipe, ids, starts, kept, is_eval)
     encoded = encode_chunk(
         ChunkContent(train=train, eval=evaluation, document_rows=rows, document_sides=is_eval),
         job.chunk,
@@ -95,6 +99,8 @@ def build_chunk(recipe: Recipe, job: Job, engine: Engine, compression: str, prog
         documents=len(lengths),
         eval_documents=int(is_eval.sum()),
         cut_documents=train_cut + eval_cut,
+        truncated_documents=int((kept < lengths).sum()),
+        truncated_tokens=int((lengths - kept).sum()),
         skipped=skipped,
         text_bytes=sum(part.text_bytes for part in parts),
     )
@@ -141,6 +147,7 @@ class Builder:
             if record_path(self.folder, job.chunk).exists():
                 return lambda: read_record(self.folder, job.chunk)
             raise
+        pieces = len(built.train.piece_lengths) + len(built.eval.piece_lengths)
         record = Record(
             recipe=self.recipe.digest,
             chunk=job.chunk,
@@ -153,7 +160,7 @@ class Builder:
             eval_sequences=len(built.eval.tokens),
             train_tokens=built.train.num_tokens,
             eval_tokens=built.eval.num_tokens,
-            pieces=len(built.train.piece_lengths) + len(built.eval.piece_lengths),
+            pieces=pieces,
             documents=built.documents,
             eval_documents=built.eval_documents,
             cut_documents=built.cut_documents,
@@ -165,6 +172,10 @@ class Builder:
             engine=f"{self.engine.name} {self.engine.version}",
             codec=f"lz4 {_lz4_version()} {self.compression}" if self.compression != "none" else "none",
             packhorse=packhorse.__version__,
+            # Every piece of a document but the first begins with tokens of the one before.
+            repeated_tokens=self.recipe.overlap * (pieces - built.documents),
+            truncated_documents=built.truncated_documents,
+            truncated_tokens=built.truncated_tokens,
         )
         return lambda: commit(self.folder, record, built.encoded.parts)
 
@@ -217,11 +228,12 @@ def _join(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype)
 
 
-def _pack_side(recipe: Recipe, ids: np.ndarray, lengths: np.ndarray, mask: np.ndarray) -> tuple[Packed, int]:
+def _pack_side(
+    recipe: Recipe, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, mask: np.ndarray
+) -> tuple[Packed, int]:
     """Pack the documents of one side; their numbers stay those in the chunk."""
-    ends = np.cumsum(lengths)
-    starts = (ends - lengths)[mask]
-    packed = pack(recipe.packing, ids, ends[mask], recipe.sequence_length, recipe.pad_id, starts)
+    ends = (starts + lengths)[mask]
+    packed = pack(recipe.packing, ids, ends, recipe.sequence_length, recipe.pad_id, starts[mask], recipe.overlap)
     pieces = np.bincount(packed.piece_documents, minlength=1)
     numbers = np.flatnonzero(mask).astype(np.uint32)
     packed = Packed(

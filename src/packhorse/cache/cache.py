@@ -43,6 +43,11 @@ class CacheSummary:
     eval_documents: int = 0
     cut_documents: int = 0
     pieces: int = 0
+    repeated_tokens: int = 0
+    """Of the tokens, those that stand in two sequences (`packing: window`)."""
+    truncated_documents: int = 0
+    truncated_tokens: int = 0
+    """Dropped by `long_documents: truncate`."""
     rows_null: int = 0
     rows_empty: int = 0
     rows_invalid: int = 0
@@ -67,14 +72,22 @@ class CacheSummary:
             f"{self.chunks:,} chunks, {self.train_sequences:,} train + {self.eval_sequences:,} eval sequences",
             f"{self.documents:,} documents ({self.cut_documents:,} cut), {self.tokens:,} tokens, "
             f"utilisation {self.utilisation:.2%}, {self.bytes_per_token:.3f} bytes per token on disk",
-        ] + (
-            [
-                f"{skipped:,} rows were left out: {self.rows_null:,} null, {self.rows_empty:,} empty, "
-                f"{self.rows_invalid:,} not valid text"
-            ]
-            if skipped
-            else []
-        )
+        ] + [
+            line
+            for count, line in (
+                (
+                    skipped,
+                    f"{skipped:,} rows were left out: {self.rows_null:,} null, {self.rows_empty:,} empty, "
+                    f"{self.rows_invalid:,} not valid text",
+                ),
+                (self.repeated_tokens, f"{self.repeated_tokens:,} of the tokens stand in two sequences"),
+                (
+                    self.truncated_tokens,
+                    f"{self.truncated_documents:,} documents were truncated: {self.truncated_tokens:,} tokens dropped",
+                ),
+            )
+            if count
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +101,8 @@ class Piece:
     """Row of the document in the part of the source that the chunk was made from, counted from 0."""
     length: int
     """Tokens."""
+    repeated: int = 0
+    """How many of the first of them the document's piece before has too (`packing: window`)."""
 
 
 class Cache:
@@ -113,6 +128,7 @@ class Cache:
             self.recipe.digest,
             self.recipe.sequence_length,
             token_bits(self.recipe.vocab_size),
+            self.recipe.overlap,
         )
 
     @property
@@ -163,9 +179,19 @@ class Cache:
         row = int(rows[0]) + (reader.header.num_train if split == "eval" else 0)
         documents = reader.piece_documents(row)
         return [
-            Piece(chunk=int(chunks[0]), document=int(document), row=int(source_row), length=int(length))
-            for document, source_row, length in zip(
-                documents, reader.side("document_rows")[documents], reader.piece_lengths(row), strict=True
+            Piece(
+                chunk=int(chunks[0]),
+                document=int(document),
+                row=int(source_row),
+                length=int(length),
+                repeated=int(repeated),
+            )
+            for document, source_row, length, repeated in zip(
+                documents,
+                reader.side("document_rows")[documents],
+                reader.piece_lengths(row),
+                reader.repeated(row, self.recipe.overlap),
+                strict=True,
             )
         ]
 

@@ -41,6 +41,9 @@ class Sequences:
     """[n, sequence_length], in the narrowest unsigned integer that holds the vocabulary."""
     piece_lengths: list[np.ndarray]
     """For each sequence the lengths of its pieces, uint32; what is left of the sequence is padding."""
+    repeated: list[np.ndarray] | None = None
+    """With `packing: window`, for each piece how many of its first tokens another sequence has too, int64: they are
+    context, and have no labels."""
 
 
 class ChunkReader:
@@ -87,6 +90,7 @@ class ChunkReader:
             raise CacheCorruptionError(f"{path} has {size} bytes, not {int(offsets[-1])}: it was cut off.\n{REPAIR}")
         self._offsets, self._checksums = offsets.tolist(), checksums.tolist()
         self._piece_ends: np.ndarray | None = None
+        self._continued: np.ndarray | None = None
         self._last: tuple[int, bytes] = (-1, b"")
 
     def close(self) -> None:
@@ -143,6 +147,28 @@ class ChunkReader:
         start = int(self._piece_ends[row - 1]) if row else 0
         return self.side("piece_documents")[start : start + len(lengths)]
 
+    def repeated(self, row: int, overlap: int) -> np.ndarray:
+        """How many of the first tokens of each piece the document's piece before has too, int64.
+
+        Args:
+            row: The sequence.
+            overlap: What the recipe says; nothing is repeated without one.
+        """
+        lengths = self.piece_lengths(row)
+        if not overlap:
+            return np.zeros(len(lengths), np.int64)
+        if self._continued is None:
+            documents = self.side("piece_documents")
+            if len(documents) and int(documents.max()) >= self.header.num_documents:
+                raise CacheCorruptionError(f"{self.path} is damaged: a piece is of no document.\n{REPAIR}")
+            # Whole sequences of a document stand in order, and its rest, the one shorter piece, is its end.
+            whole = np.flatnonzero(self._piece_lengths == self.header.sequence_length)
+            firsts = whole[np.unique(documents[whole], return_index=True)[1]]
+            self._continued = np.bincount(documents)[documents] > 1
+            self._continued[firsts] = False
+        start = int(self._piece_ends[row - 1]) if row else 0
+        return self._continued[start : start + len(lengths)] * np.int64(overlap)
+
     def side(self, name: str) -> np.ndarray:
         """One of the arrays behind the tokens (see `chunk.py`)."""
         names = ("pieces_per_sequence", "piece_lengths", "piece_documents", "document_rows", "document_sides")
@@ -167,11 +193,14 @@ class SequenceReader:
         recipe_digest: The recipe of the cache.
         sequence_length: As the recipe says.
         bits: Bits that a token is stored in.
+        overlap: As the recipe says.
     """
 
-    def __init__(self, folder: Path, snapshot: Snapshot, recipe_digest: str, sequence_length: int, bits: int) -> None:
+    def __init__(
+        self, folder: Path, snapshot: Snapshot, recipe_digest: str, sequence_length: int, bits: int, overlap: int = 0
+    ) -> None:
         self.folder, self.snapshot, self.recipe_digest = folder, snapshot, recipe_digest
-        self.sequence_length, self.bits = sequence_length, bits
+        self.sequence_length, self.bits, self.overlap = sequence_length, bits, overlap
         self.dtype = np.dtype("u1" if bits == 8 else "<u2" if bits == 16 else "<u4")
         self._open: OrderedDict[int, ChunkReader] = OrderedDict()
 
@@ -190,13 +219,16 @@ class SequenceReader:
         chunks, rows = self.snapshot.locate(numbers, split)
         tokens = np.empty((len(numbers), self.sequence_length), self.dtype)
         lengths: list[np.ndarray] = [None] * len(numbers)  # type: ignore[list-item]
+        repeated = lengths.copy() if self.overlap else None
         # Neighbours in a block are read once.
         for place in np.lexsort((rows, chunks)).tolist():
             reader = self.chunk(int(chunks[place]))
             row = int(rows[place]) + (reader.header.num_train if split == "eval" else 0)
             tokens[place] = reader.tokens(row)
             lengths[place] = reader.piece_lengths(row)
-        return Sequences(tokens=tokens, piece_lengths=lengths)
+            if repeated is not None:
+                repeated[place] = reader.repeated(row, self.overlap)
+        return Sequences(tokens=tokens, piece_lengths=lengths, repeated=repeated)
 
     def chunk(self, number: int) -> ChunkReader:
         """The open file of a chunk."""

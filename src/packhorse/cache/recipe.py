@@ -6,7 +6,7 @@ or another packing a cache is another cache.
 """
 
 import hashlib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,20 @@ class Recipe:
     sequence_length: int
     packing: str
     eval_share: float
+    overlap: int = 0
+    """For `window`: tokens that neighbouring pieces of a document share."""
+    long_documents: str = "split"
+
+    @property
+    def canonical(self) -> dict[str, Any]:
+        """The fields as plain values, but for defaults: recipes keep their digest when fields are added."""
+        values = ((field, getattr(self, field.name)) for field in fields(self))
+        return {f.name: value for f, value in values if f.name == "format" or value != f.default}
 
     @property
     def digest(self) -> str:
         """SHA-256 of the canonical form."""
-        return hashlib.sha256(store.canonical(asdict(self))).hexdigest()
+        return hashlib.sha256(store.canonical(self.canonical)).hexdigest()
 
     @property
     def id(self) -> str:
@@ -86,6 +95,8 @@ def make_recipe(settings: CacheSettings, tokenizer: TokenizerFacts) -> Recipe:
         sequence_length=settings.sequence_length,
         packing=settings.packing,
         eval_share=float(settings.eval_share),
+        overlap=settings.overlap,
+        long_documents=settings.long_documents,
     )
 
 
@@ -109,8 +120,8 @@ def create(folder: Path, recipe: Recipe, content: TokenizerContent, name: str) -
             store.quarantine(path, folder)
             store.publish(path, data)
     files = {file_name: hashlib.sha256(data).hexdigest() for file_name, data in content.files.items()}
-    identity = Identity(recipe=recipe, tokenizer_name=name, tokenizer_files=files)
-    store.publish(folder / "recipe.json", store.seal(asdict(identity)))
+    value = {"recipe": recipe.canonical, "tokenizer_name": name, "tokenizer_files": files}
+    store.publish(folder / "recipe.json", store.seal(value))
 
 
 def read_identity(folder: Path) -> Identity:

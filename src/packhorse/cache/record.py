@@ -6,7 +6,7 @@ counts, totals, indexes and snapshots are derived from records.
 
 import re
 import typing
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
 from packhorse.cache import store
@@ -56,6 +56,11 @@ class Record:
     """Level and version of what compressed."""
     packhorse: str
     """Version of this package."""
+    repeated_tokens: int = 0
+    """Of the tokens, those that `packing: window` put into a second sequence as well."""
+    truncated_documents: int = 0
+    truncated_tokens: int = 0
+    """What `long_documents: truncate` dropped."""
 
     @property
     def sequences(self) -> int:
@@ -123,7 +128,8 @@ def read_record(folder: Path, chunk: int) -> Record:
     path = record_path(folder, chunk)
     value = store.read_sealed(path)
     hints = typing.get_type_hints(Record)
-    if set(value) != {field.name for field in fields(Record)}:
+    # Records of older versions lack the fields that have a default.
+    if not {f.name for f in fields(Record) if f.default is MISSING} <= set(value) <= {f.name for f in fields(Record)}:
         raise CacheCorruptionError(f"{path} is not a commit record: its fields are not those of a record.")
     for name, item in value.items():
         if hints[name] is int and not (type(item) is int and 0 <= item < 2**63):
@@ -134,8 +140,8 @@ def read_record(folder: Path, chunk: int) -> Record:
         value["ranges"] = [(int(n), int(a), int(b)) for n, a, b in value["ranges"]]
     except (TypeError, ValueError):
         raise CacheCorruptionError(f"{path} is not a commit record: its ranges make no sense.") from None
-    if value["chunk"] != chunk or value["format"] != 1:
-        raise CacheCorruptionError(f"{path} is the record of chunk {value['chunk']} in format {value['format']}.")
+    if value["chunk"] != chunk or value.get("format") != 1:
+        raise CacheCorruptionError(f"{path} is the record of chunk {value['chunk']} in format {value.get('format')}.")
     return Record(**value)
 
 

@@ -34,8 +34,14 @@ class CacheSettings:
     """Special tokens that are written out in a text are text. `false` lets documents contain control tokens."""
     sequence_length: int = 512
     """Tokens per sequence, at most 131,072."""
-    packing: Literal["best_fit", "concat"] = "best_fit"
-    """How documents become sequences: `best_fit` cuts few of them, `concat` wastes no token on padding."""
+    packing: Literal["best_fit", "concat", "pad", "window"] = "best_fit"
+    """How documents become sequences: `best_fit` cuts few of them, `concat` wastes no token on padding, `pad` gives
+    every document sequences of its own, `window` is `best_fit` with context before the pieces of a long document."""
+    overlap: int = 0
+    """For `packing: window`: tokens of the piece before with which each further piece of a document begins. They are
+    read again but not learned again: they have no labels."""
+    long_documents: Literal["split", "truncate"] = "split"
+    """For `packing: pad`: `truncate` keeps only the first sequence of each document; what is dropped is counted."""
     eval_share: float = 0.02
     """The share of documents that is kept for evaluation, chosen by their content."""
     cache_dir: str = "runs/cache"
@@ -55,6 +61,11 @@ class CacheSettings:
 
     def __post_init__(self) -> None:
         _check(1 < self.sequence_length <= 131_072, "sequence_length", self.sequence_length, "from 2 to 131,072")
+        is_window, most = self.packing == "window", self.sequence_length - 1 if self.packing == "window" else 0
+        expected = f"from 1 to {most} with `packing: window`" if is_window else "0 unless `packing` is window"
+        _check(is_window <= self.overlap <= most, "overlap", self.overlap, expected)
+        if self.long_documents == "truncate" and self.packing != "pad":
+            raise SettingsError(f"`long_documents: truncate` needs `packing: pad`, not {self.packing}.")
         _check(0 <= self.eval_share < 1, "eval_share", self.eval_share, "at least 0 and below 1")
         for name, hint in get_type_hints(CacheSettings).items():
             if get_origin(hint) is Literal:

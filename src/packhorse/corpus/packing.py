@@ -2,11 +2,14 @@
 
 `best_fit` cuts a document into whole sequences and a rest; rests go where they leave the least space, so that few
 documents are cut and little is padded. `concat` puts documents end to end and cuts every `sequence_length` tokens.
-Neither loses a token. With sequence_length = 6 (a dot is padding):
+`pad` gives every document sequences of its own. `window` is `best_fit`, but each piece of a document begins with the
+last `overlap` tokens of the piece before. None loses a token. With sequence_length = 6 (a dot is padding):
 
-    documents    aaa bbbbbbbb cc dddd
-    best_fit     bbbbbb ddddbb aaacc.
-    concat       aaabbb bbbbbc cdddd.
+    documents    aaa bcdefghi jj kkkk
+    best_fit     bcdefg kkkkhi aaajj.
+    concat       aaabcd efghij jkkkk.
+    pad          aaa... bcdefg hi.... jj.... kkkk..
+    window       bcdefg fghi.. kkkkjj aaa...             overlap = 2: f and g stand in two sequences
 
 A piece is a run of tokens of one document in one sequence. What comes out depends on the documents alone, in their
 order: nothing is carried over from, or into, another call.
@@ -38,11 +41,12 @@ class Packed:
     """uint32 [num_pieces], in the order of the sequences."""
     piece_documents: np.ndarray
     """uint32 [num_pieces]: the number of the document in the input. Its pieces in the order of the sequences are the
-    document, except that `best_fit` may put the rest, its only piece shorter than a sequence, before the others."""
+    document, except that `best_fit` and `window` may put the rest, its only piece shorter than a sequence, before the
+    others. With `window`, all of its pieces but the first begin with `overlap` tokens of the one before."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens without padding."""
+        """Tokens without padding; those that `window` repeats count every time."""
         return int(self.piece_lengths.sum())
 
 
@@ -53,27 +57,31 @@ def pack(
     sequence_length: int,
     pad_id: int,
     starts: np.ndarray | None = None,
+    overlap: int = 0,
 ) -> Packed:
     """Pack documents into sequences.
 
     Args:
-        packing: `best_fit` or `concat`.
+        packing: `best_fit`, `concat`, `pad` or `window`.
         ids: [num_tokens] of any unsigned integer: all documents, one after the other.
         ends: int64 [num_documents]: where each ends in `ids`; none is empty.
         sequence_length: Tokens per sequence.
         pad_id: What fills the end of a sequence.
         starts: int64 [num_documents]: where each begins; by default where the one before ends.
+        overlap: For `window`: tokens that neighbouring pieces of a document share; below the sequence length.
 
     Returns:
-        The sequences; every token of the documents stands in exactly one of them.
+        The sequences; every token of the documents stands in exactly one of them, but for what `window` repeats.
     """
     lengths = np.diff(ends, prepend=0) if starts is None else ends - starts
     if packing == "concat":
         placed = _concat(lengths, sequence_length)
-    elif packing == "best_fit":
-        placed = _best_fit(lengths.tolist(), sequence_length)
+    elif packing == "pad":
+        placed = _pad(lengths, sequence_length)
+    elif packing in ("best_fit", "window"):
+        placed = _best_fit(lengths.tolist(), sequence_length, overlap if packing == "window" else 0)
     else:
-        raise ValueError(f"packing must be best_fit or concat, not {packing!r}.")
+        raise ValueError(f"packing must be best_fit, concat, pad or window, not {packing!r}.")
     return _lay_out(*placed, ids, ends - lengths, sequence_length, pad_id)
 
 
@@ -90,7 +98,16 @@ def _concat(lengths: np.ndarray, sequence_length: int) -> tuple[np.ndarray, ...]
     return starts // sequence_length, documents, inside, cuts - starts
 
 
-def _best_fit(lengths: list[int], sequence_length: int) -> tuple[np.ndarray, ...]:
+def _pad(lengths: np.ndarray, sequence_length: int) -> tuple[np.ndarray, ...]:
+    """A new sequence for every document, and for every `sequence_length` tokens of it."""
+    counts = -(-lengths // sequence_length)
+    documents = np.repeat(np.arange(len(lengths)), counts)
+    sequences = np.arange(len(documents))
+    starts = (sequences - np.repeat(np.cumsum(counts) - counts, counts)) * sequence_length
+    return sequences, documents, starts, np.minimum(lengths[documents] - starts, sequence_length)
+
+
+def _best_fit(lengths: list[int], sequence_length: int, overlap: int) -> tuple[np.ndarray, ...]:
     """Bounded best fit; see Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830)."""
     sequences: list[int] = []
     documents: list[int] = []
@@ -105,8 +122,8 @@ def _best_fit(lengths: list[int], sequence_length: int) -> tuple[np.ndarray, ...
     pieces: dict[int, int] = {}
     fullest: list[int] = []  # heap of spaces, may name spaces that no longer occur
 
-    for window in _windows(lengths, sequence_length):
-        for document, start, length in window:
+    for group in _cut(lengths, sequence_length, overlap):
+        for document, start, length in group:
             if length == sequence_length:
                 sequence, count = count, count + 1
             else:
@@ -159,15 +176,17 @@ def _best_fit(lengths: list[int], sequence_length: int) -> tuple[np.ndarray, ...
     )
 
 
-def _windows(lengths: list[int], sequence_length: int) -> Iterator[list[tuple[int, int, int]]]:
+def _cut(lengths: list[int], sequence_length: int, overlap: int) -> Iterator[list[tuple[int, int, int]]]:
     """Pieces (document, start, length): whole sequences first, then up to LOOK_AHEAD rests, longest first."""
     whole: list[tuple[int, int, int]] = []
     rests: list[tuple[int, int, int]] = []
+    step = sequence_length - overlap
     for document, length in enumerate(lengths):
-        rest = length % sequence_length
-        whole.extend((document, start, sequence_length) for start in range(0, length - rest, sequence_length))
-        if rest:
-            rests.append((document, length - rest, rest))
+        # The first start that leaves less than a sequence; what comes before it is whole sequences.
+        end = max(0, (length - overlap) // step * step)
+        whole.extend((document, start, sequence_length) for start in range(0, end, step))
+        if end + overlap < length or not end:
+            rests.append((document, end, length - end))
         if len(rests) == LOOK_AHEAD:
             yield whole + sorted(rests, key=_longest_first)
             whole, rests = [], []

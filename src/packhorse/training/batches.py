@@ -5,7 +5,8 @@
     labels           b  c  d  -  f  -  -  -      - is -100: no loss
 
 Promises: positions start at 0 in every piece and in the padding, so a model that separates documents where positions
-restart separates these; no label crosses the border of a piece, and none is padding. Nothing of it is stored on disk.
+restart separates these; no label crosses the border of a piece, and none is padding. Where pieces share tokens
+(`packing: window`), each token of a document but its first is a label once. Nothing of it is stored on disk.
 """
 
 from collections.abc import Sequence
@@ -24,12 +25,15 @@ class Batch(NamedTuple):
     labels: np.ndarray
 
 
-def derive(tokens_BT: np.ndarray, piece_lengths: Sequence[np.ndarray]) -> Batch:
+def derive(
+    tokens_BT: np.ndarray, piece_lengths: Sequence[np.ndarray], repeated: Sequence[np.ndarray] | None = None
+) -> Batch:
     """What a causal language model needs to train on packed rows.
 
     Args:
         tokens_BT: [B, T] of any integer dtype; what follows the last piece of a row is padding.
         piece_lengths: For each row the lengths of its pieces, all positive; their sum is at most T.
+        repeated: For each piece how many of its first tokens are those of another row: they are no labels here.
 
     Raises:
         ValueError: The lengths do not fit the rows.
@@ -59,4 +63,11 @@ def derive(tokens_BT: np.ndarray, piece_lengths: Sequence[np.ndarray]) -> Batch:
     labels[:, :-1] = input_ids[:, 1:]
     labels[row, end - 1] = IGNORE_INDEX
     labels[column >= end_of_row[:, None]] = IGNORE_INDEX
+    if repeated is not None:
+        # The label of a position is the next token: the last of n repeated tokens stands before a new one.
+        known = np.maximum(np.concatenate([np.empty(0, np.int64), *repeated]) - 1, 0)
+        steps_BT = np.zeros((num_rows, row_length + 1), np.int64)
+        np.add.at(steps_BT, (row, end - lengths), 1)
+        np.add.at(steps_BT, (row, end - lengths + known), -1)
+        labels[np.cumsum(steps_BT, axis=1)[:, :-1] > 0] = IGNORE_INDEX
     return Batch(input_ids, position_ids, labels)

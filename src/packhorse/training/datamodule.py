@@ -176,7 +176,7 @@ class TokenDataModule(LightningDataModule):
         cache = self._opened
         numbers = np.arange(min(sequences, cache.num_sequences("train")))
         rows = cache.read(numbers)
-        labels = derive(rows.tokens, rows.piece_lengths).labels
+        labels = derive(rows.tokens, rows.piece_lengths, rows.repeated).labels
         counts = np.bincount(labels[labels >= 0])
         shares = counts[counts > 0] / counts.sum()
         return float(-(shares * np.log(shares)).sum())
@@ -265,7 +265,7 @@ class Rows(Dataset):
     def __getitem__(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
         """int64 [B, T] each: input_ids, position_ids (restarting with every piece), labels (-100 for none)."""
         rows = self.cache.read(numbers, self.split)
-        batch = derive(rows.tokens, rows.piece_lengths)
+        batch = derive(rows.tokens, rows.piece_lengths, rows.repeated)
         return {name: torch.from_numpy(array) for name, array in batch._asdict().items()}
 
 
