@@ -141,6 +141,19 @@ def test_dashes_and_underscores_in_options_are_the_same(config, capsys):
     assert "from 2 to 131,072" in capsys.readouterr().err
 
 
+def test_what_is_yes_or_no_is_said_by_the_name_of_the_option_alone(capsys, monkeypatch):
+    from packhorse.cache import commands
+
+    def build(where, *, force: bool = False, number: int = 0):
+        """Build."""
+        return commands.Outcome(lines=[f"{force} {number}"])
+
+    monkeypatch.setattr(commands, "load_verb", lambda name: build)
+    for arguments, said in {"--force --number 3": "True 3", "--force=false": "False 0", "": "False 0"}.items():
+        assert main(["cache", "build", *arguments.split()]) == 0
+        assert capsys.readouterr().out.strip() == said
+
+
 def test_validate_finds_a_damaged_chunk_with_status_1_and_changes_nothing(config, tmp_path, capsys):
     build(config)
     (chunk,) = (tmp_path / "cache").rglob("*.chunk")

@@ -40,7 +40,7 @@ def run_cache_command(arguments: list[str]) -> int:
         print(f"{usage}\n\n" + "\n".join(lines) + "\n\nMore about one of them: packhorse cache VERB --help")
         return 0 if arguments[:1] in ([], ["-h"], ["--help"]) else 2
     verb = load_verb(arguments[0])
-    options = make_parser(verb).parse_args([_spelled(argument) for argument in arguments[1:]])
+    options = make_parser(verb).parse_args([_spelled(argument, verb) for argument in arguments[1:]])
     if not options.json:
         outcome = verb(_where(options), **_options_of(verb, options))
         print("\n".join(outcome.lines))
@@ -100,7 +100,12 @@ def _options_of(verb: Callable, options: Namespace) -> dict:
     return {name: options[name] for name in inspect.signature(verb).parameters if name != "where"}
 
 
-def _spelled(argument: str) -> str:
-    """`--start-chunk` is `--start_chunk`."""
+def _spelled(argument: str, verb: Callable) -> str:
+    """`--start-chunk` is `--start_chunk`; what is yes or no says yes by its name alone, no by `--name=false`."""
     name, equals, value = argument.partition("=")
-    return "--" + name[2:].replace("-", "_") + equals + value if name.startswith("--") else argument
+    if not name.startswith("--"):
+        return argument
+    name = name[2:].replace("-", "_")
+    parameter = inspect.signature(verb).parameters.get(name)
+    is_flag = parameter is not None and parameter.annotation is bool
+    return f"--{name}" + ("=true" if is_flag and not equals else equals + value)
