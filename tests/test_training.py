@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import Callback
 from packhorse.errors import CacheIncompleteError, SettingsError, TokenizerError
 from packhorse.models import InfiniAttentionConfig, gate_parameters
 from packhorse.training import LanguageModule, RecoveryCheckpoint, ScheduleSettings, TokenDataModule
-from packhorse.training.datamodule import TrainSampler
 from packhorse.training.module import AdamW
 from packhorse.training.order import TrainingOrder
+from packhorse.training.sampler import TrainSampler
 
 WORDS = "the mule carries salt over hills and comes home with wool for winter".split()
 
@@ -227,7 +227,8 @@ def test_unigram_entropy_is_that_of_the_labels(room, corpus, tmp_path):
     data.prepare_data()
     data.setup("validate")
     counts: dict[int, int] = {}
-    for row, lengths in zip(*vars(data.cache.read(np.arange(data.cache.num_sequences()))).values(), strict=True):
+    stored = data.cache.read(np.arange(data.cache.num_sequences()))
+    for row, lengths in zip(stored.tokens, stored.piece_lengths, strict=True):
         start = 0
         for length in lengths:
             for token in row[start + 1 : start + length]:

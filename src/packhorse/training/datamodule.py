@@ -7,54 +7,24 @@ epoch e ends with the last whole batch of the data's epoch e, and the next one b
 """
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
-import torch
 from lightning import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader
 
 from packhorse.cache import Cache, DataSettings, open_cache, update_cache
 from packhorse.cache.progress import say
 from packhorse.cache.tokenizers import resolve_tokenizer
 from packhorse.errors import CacheIncompleteError, SettingsError, TokenizerError
 from packhorse.training.batches import derive
-from packhorse.training.order import TrainingOrder, micro_batch_positions, steps_in_epoch
+from packhorse.training.order import TrainingOrder
+from packhorse.training.plan import RunPlan
+from packhorse.training.sampler import Rows, TrainSampler
 
 MIN_UTILISATION = 0.9
 """Below this share of real tokens nobody trains without being told."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunPlan:
-    """How long a run is, before it begins."""
-
-    sequences: int
-    """Train sequences of one epoch."""
-    sequence_length: int
-    global_batch: int
-    """Sequences of one optimizer step: devices x nodes x micro batch x accumulation."""
-    steps: int
-    """Optimizer steps of the run."""
-    limit: int | None = None
-    """Steps in an epoch at most, if the Trainer was told so."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the run, padding included."""
-        return self.steps * self.global_batch * self.sequence_length
-
-    @property
-    def epochs(self) -> float:
-        """Passes over the data."""
-        return self.steps * self.global_batch / self.sequences
-
-    def epoch_steps(self, epoch: int) -> int:
-        """Optimizer steps in Lightning's epoch."""
-        steps = steps_in_epoch(epoch, self.sequences, self.global_batch)
-        return steps if self.limit is None else min(steps, self.limit)
 
 
 class TokenDataModule(LightningDataModule):
@@ -141,7 +111,7 @@ class TokenDataModule(LightningDataModule):
         )
         return DataLoader(self.rows("train"), sampler=sampler, batch_size=None)
 
-    def rows(self, split: str) -> "Rows":
+    def rows(self, split: str) -> Rows:
         """Sequence numbers -> batches, for one side of the split."""
         return Rows(self._opened, split)
 
@@ -249,62 +219,3 @@ class TokenDataModule(LightningDataModule):
         size = self.settings.micro_batch_size
         batches = [numbers[start : start + size] for start in range(0, len(numbers), size)]
         return DataLoader(self.rows("eval"), sampler=batches, batch_size=None)
-
-
-class Rows(Dataset):
-    """Sequence numbers -> a batch.
-
-    Args:
-        cache: The open cache.
-        split: `train` or `eval`.
-    """
-
-    def __init__(self, cache: Cache, split: str) -> None:
-        self.cache, self.split = cache, split
-
-    def __getitem__(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """int64 [B, T] each: input_ids, position_ids (restarting with every piece), labels (-100 for none)."""
-        rows = self.cache.read(numbers, self.split)
-        batch = derive(rows.tokens, rows.piece_lengths, rows.repeated)
-        return {name: torch.from_numpy(array) for name, array in batch._asdict().items()}
-
-
-class TrainSampler(Sampler):
-    """The sequence numbers of each micro-batch of one rank, from an optimizer step on.
-
-    Args:
-        order: The global order of the run.
-        step: Optimizer steps done.
-        accumulation: Micro-batches in a step.
-        micro_batch: Sequences in a micro-batch.
-        rank: This process.
-        world_size: All processes.
-        length: Micro-batches in this Lightning epoch.
-        done: How many of them were done before (after a resume; Lightning counts on from there).
-    """
-
-    def __init__(
-        self,
-        *,
-        order: TrainingOrder,
-        step: int,
-        accumulation: int,
-        micro_batch: int,
-        rank: int,
-        world_size: int,
-        length: int,
-        done: int = 0,
-    ) -> None:
-        self.order, self.step, self.length, self.done = order, step, length, done
-        self._share = {"micro_batch": micro_batch, "world_size": world_size, "accumulation": accumulation}
-        self._rank = rank
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        accumulation = self._share["accumulation"]
-        for index in range(self.length - self.done):
-            step, part = divmod(index, accumulation)
-            positions = micro_batch_positions(self.step + step, part, self._rank, **self._share)
-            yield self.order.sequence_numbers(positions.start, len(positions))
