@@ -101,7 +101,13 @@ def commit(folder: Path, record: Record, parts: list[bytes]) -> Record:
     store.make_folder(where.parent)
     if store.publish(where, store.seal(asdict(record))):
         return record
-    winner = read_record(folder, record.chunk)
+    try:
+        winner = read_record(folder, record.chunk)
+    except FileNotFoundError:
+        # Another process has just moved it to the quarantine; a link that leads nowhere goes there now.
+        if where.is_symlink():
+            store.quarantine(where, folder)
+        return commit(folder, record, parts)
     if winner.payload_sha256 != record.payload_sha256:
         raise NonDeterministicBuildError(
             f"Chunk {record.chunk} of {folder} was built twice, with different tokens:\n"

@@ -52,19 +52,10 @@ def publish(path: Path, data: bytes | Iterable[bytes]) -> bool:
     Raises:
         StorageFullError, StorageIOError: nothing was published and the temporary file is gone.
     """
-    with disk_errors(path):
+    with _disk_errors(path):
         temporary = _write_temporary(path, data)
         try:
-            try:
-                os.link(temporary, path)
-                made = True
-            except FileExistsError:
-                # A lost reply of a network file system also looks like this: the inode tells who won.
-                made = path.stat().st_ino == temporary.stat().st_ino
-            except OSError as error:
-                if error.errno not in _NO_HARD_LINKS:
-                    raise
-                made = _publish_without_links(temporary, path)
+            made = _link(temporary, path)
             sync_folder(path.parent)
         finally:
             with contextlib.suppress(FileNotFoundError):
@@ -74,8 +65,13 @@ def publish(path: Path, data: bytes | Iterable[bytes]) -> bool:
 
 def replace(path: Path, data: bytes) -> None:
     """Make `path` hold `data`, whatever it held before: for derived files only (anything that can be rebuilt)."""
-    with disk_errors(path):
-        os.replace(_write_temporary(path, data), path)
+    with _disk_errors(path):
+        temporary = _write_temporary(path, data)
+        try:
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)
+            raise
         sync_folder(path.parent)
 
 
@@ -84,12 +80,12 @@ def make_folder(path: Path) -> None:
     if path.is_dir():
         if path not in _durable:
             # Who made it may have died before its name was safe.
-            with disk_errors(path):
+            with _disk_errors(path):
                 sync_folder(path.parent)
             _durable.add(path)
         return
     make_folder(path.parent)
-    with disk_errors(path):
+    with _disk_errors(path):
         with contextlib.suppress(FileExistsError):
             os.mkdir(path)
         sync_folder(path.parent)
@@ -97,10 +93,14 @@ def make_folder(path: Path) -> None:
 
 
 def quarantine(path: Path, cache_folder: Path) -> Path:
-    """Move a file that must not be used into the cache's quarantine; nothing is deleted."""
+    """Move a file that must not be used into the cache's quarantine; nothing is deleted.
+
+    Returns:
+        Where it is now, unless another process has moved it already.
+    """
     target = cache_folder / "quarantine" / f"{path.name}.{secrets.token_hex(4)}"
     make_folder(target.parent)
-    with disk_errors(path):
+    with _disk_errors(path), contextlib.suppress(FileNotFoundError):
         os.replace(path, target)
         sync_folder(path.parent)
         sync_folder(target.parent)
@@ -118,7 +118,7 @@ def holds(path: Path, sha256: str) -> bool:
 
 def remove(path: Path) -> None:
     """Remove a file that can be made again (a spool, a temporary file)."""
-    with disk_errors(path), contextlib.suppress(FileNotFoundError):
+    with _disk_errors(path), contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 
 
@@ -140,23 +140,6 @@ def sync_folder(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Errors of the system while `path` is written, as errors of ours."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, FileNotFoundError | FileExistsError):
-            raise
-        kind = StorageFullError if error.errno in _NO_SPACE else StorageIOError
-        raise kind(
-            f"Could not write {path}: {error.strerror or error}.\n"
-            "What was committed before is intact. "
-            + ("Free some space" if kind is StorageFullError else "Check the disk and the permissions")
-            + " and run the same command again: it goes on from there."
-        ) from error
 
 
 def canonical(value: dict[str, Any]) -> bytes:
@@ -229,9 +212,41 @@ def _joined(parts: Iterable[bytes]) -> Iterator[bytes]:
         yield b"".join(waiting)
 
 
+def _link(temporary: Path, path: Path) -> bool:
+    """Give a file its name, unless the name is taken."""
+    while True:
+        try:
+            os.link(temporary, path)
+            return True
+        except FileExistsError:
+            # A lost reply of a network file system also looks like this: the inode tells who won.
+            with contextlib.suppress(FileNotFoundError):  # another process has just moved it to the quarantine
+                return path.lstat().st_ino == temporary.stat().st_ino
+        except OSError as error:
+            if error.errno not in _NO_HARD_LINKS:
+                raise
+            return _publish_without_links(temporary, path)
+
+
 def _publish_without_links(temporary: Path, path: Path) -> bool:
     # Not put-if-absent in the last microsecond; harmless, since all writers of one name write equal content.
     if path.exists():
         return False
     os.rename(temporary, path)
     return True
+
+
+@contextlib.contextmanager
+def _disk_errors(path: Path):
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, FileNotFoundError | FileExistsError):
+            raise
+        kind = StorageFullError if error.errno in _NO_SPACE else StorageIOError
+        raise kind(
+            f"Could not write {path}: {error.strerror or error}.\n"
+            "What was committed before is intact. "
+            + ("Free some space" if kind is StorageFullError else "Check the disk and the permissions")
+            + " and run the same command again: it goes on from there."
+        ) from error

@@ -306,10 +306,14 @@ class _Update:
         return False
 
     def _is_suspect_index(self) -> bool:
-        """Whether chunks of a suspect engine are in the index: it must be derived anew."""
-        return bool(self._suspects()) and any(
-            not self._trusted(read_record(self.folder, chunk)) for chunk in range(self.index.num_chunks)
-        )
+        """Whether chunks of a suspect engine are, or were, in the index: it must be derived anew."""
+        if not self._suspects():
+            return False
+        try:
+            return not all(self._trusted(read_record(self.folder, chunk)) for chunk in range(self.index.num_chunks))
+        except FileNotFoundError:
+            # The record is in quarantine, and a power cut brought the index back.
+            return True
 
     def _suspect(self, error: EngineMismatch) -> None:
         """Put every chunk of an engine that was wrong out of use, before anything else is done."""

@@ -13,7 +13,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from packhorse.cache.progress import say
 from packhorse.models import gate_values
-from packhorse.training.checkpoints import BestCheckpoint
 
 
 class RunReport(Callback):
@@ -204,8 +203,7 @@ def _duration(seconds: float) -> str:
 
 
 def _last_checkpoint(trainer: Trainer) -> str | None:
-    # The recovery checkpoint before the best one: it is what the run ended with.
-    for callback in sorted(trainer.checkpoint_callbacks, key=lambda callback: isinstance(callback, BestCheckpoint)):
+    for callback in trainer.callbacks:
         if isinstance(callback, ModelCheckpoint):
             path = callback.last_model_path or callback.best_model_path
             if path:
