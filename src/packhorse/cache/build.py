@@ -176,6 +176,7 @@ class Builder:
             repeated_tokens=self.recipe.overlap * (pieces - built.documents),
             truncated_documents=built.truncated_documents,
             truncated_tokens=built.truncated_tokens,
+            rows_filtered=built.skipped.filtered,
         )
         return lambda: commit(self.folder, record, built.encoded.parts)
 

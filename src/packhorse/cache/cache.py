@@ -51,6 +51,7 @@ class CacheSummary:
     rows_null: int = 0
     rows_empty: int = 0
     rows_invalid: int = 0
+    rows_filtered: int = 0
     text_bytes: int = 0
     file_bytes: int = 0
     """Chunk files and records: everything that grows with the text."""
@@ -80,6 +81,7 @@ class CacheSummary:
                     f"{skipped:,} rows were left out: {self.rows_null:,} null, {self.rows_empty:,} empty, "
                     f"{self.rows_invalid:,} not valid text",
                 ),
+                (self.rows_filtered, f"{self.rows_filtered:,} rows did not pass the filters"),
                 (self.repeated_tokens, f"{self.repeated_tokens:,} of the tokens stand in two sequences"),
                 (
                     self.truncated_tokens,

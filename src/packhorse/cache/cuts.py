@@ -5,7 +5,8 @@ from functools import lru_cache
 
 from packhorse.cache.plan import Range
 from packhorse.corpus.documents import TextFile, find_cut
-from packhorse.corpus.tables import file_version, open_arrow, open_parquet
+from packhorse.corpus.filters import parse_filters
+from packhorse.corpus.tables import file_version, is_excluded, open_arrow, open_parquet
 
 
 def cut_ranges(ranges: list[Range], files: dict[int, TextFile], chunk_bytes: int) -> Iterator[list[Range]]:
@@ -75,6 +76,7 @@ def _row_groups_of(file: TextFile, version: tuple[int, ...]) -> list[tuple[int, 
         column = open_arrow(file.path).column(file.column)
         return [(0, len(column), column.nbytes)] if len(column) else []
     groups = []
+    comparisons = parse_filters(file.filters)
     metadata = open_parquet(file.path).metadata
     first = 0
     for number in range(metadata.num_row_groups):
@@ -85,6 +87,7 @@ def _row_groups_of(file: TextFile, version: tuple[int, ...]) -> list[tuple[int, 
             if column.path_in_schema.split(".")[0] == file.column
         )
         if group.num_rows:
-            groups.append((first, group.num_rows, size))
+            # What is known to be left out has no text to read.
+            groups.append((first, group.num_rows, 0 if is_excluded(group, comparisons) else size))
         first += group.num_rows
     return groups

@@ -5,10 +5,12 @@ is needed, and refused when it is no longer what was planned.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from packhorse.cache import spool, store
 from packhorse.cache.plan import Plan, PlannedFile
+from packhorse.cache.recipe import read_identity
 from packhorse.corpus.documents import TextFile
 from packhorse.corpus.files import SourceFile, probe_file
 from packhorse.corpus.sources import Deferred, Document, Files, Source, Stream
@@ -29,6 +31,7 @@ class Locations:
         known = ((number, (f.size, f.probe)) for number, f in enumerate(plan.files))
         self.places: dict[int, str] = {number: now[content] for number, content in known if content in now}
         """File number -> where it is now."""
+        self.filters = read_identity(plan.folder).recipe.filters
         self._opened: dict[str, Files | Stream] = {}
         self._unpacked: set[Path] = set()
         self._streams = {source.key: source for source in sources if isinstance(source, Stream)}
@@ -44,15 +47,16 @@ class Locations:
         if planned.packed == "stream":
             if not target.exists():
                 self._spool_again(planned, target)
-            return TextFile(path=str(target), kind="parquet", column="document")
+            filters = spool.FILTERS if self.filters else ()
+            return TextFile(path=str(target), kind="parquet", column="document", filters=filters)
         if planned.packed and target.exists():
-            return TextFile(path=str(target), kind=planned.kind, column=planned.column)
+            return self._file(target, planned)
         path = self.places.get(number, planned.path)
         _check_unchanged(path, planned)
         if planned.packed:
             spool.unpack(path, planned.packed, planned.kind, target)
             path = str(target)
-        return TextFile(path=path, kind=planned.kind, column=planned.column)
+        return self._file(path, planned)
 
     def remove_spool(self, number: int) -> None:
         """Remove the spool of a file whose chunks are all committed."""
@@ -76,7 +80,7 @@ class Locations:
         target = self.plan.folder / "spool" / f"{file.probe}.{file.file.kind}"
         spool.unpack(file.file.path, file.packed, file.file.kind, target)
         self._unpacked.add(target)
-        return TextFile(path=str(target), kind=file.file.kind, column=file.file.column)
+        return replace(file.file, path=str(target))
 
     def of_new(self, number: int, new_files: list[PlannedFile]) -> TextFile:
         """As `locate`; numbers beyond the plan are those of files that are about to enter it."""
@@ -85,7 +89,7 @@ class Locations:
             return self.locate(number)
         file = new_files[number - known]
         path = str(self.spool_path(file)) if file.packed else file.path
-        return TextFile(path=path, kind=file.kind, column=file.column)
+        return self._file(path, file)
 
     def check_part(self, part: PlannedFile, documents: list[Document]) -> None:
         """Refuse a part of a stream that has other documents than when it was planned."""
@@ -106,6 +110,9 @@ class Locations:
         """Where a file is unpacked or spooled."""
         suffix = "parquet" if planned.packed == "stream" else planned.kind
         return self.plan.folder / "spool" / f"{planned.probe}.{suffix}"
+
+    def _file(self, path: Path | str, planned: PlannedFile) -> TextFile:
+        return TextFile(path=str(path), kind=planned.kind, column=planned.column, filters=self.filters)
 
     def _spool_again(self, planned: PlannedFile, target: Path) -> None:
         deferred = next((s for s in self.sources if isinstance(s, Deferred) and s.key == planned.source), None)

@@ -6,14 +6,15 @@ or another packing a cache is another cache.
 """
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from packhorse.cache import store
 from packhorse.cache.settings import CacheSettings
+from packhorse.corpus.filters import normal_filters
 from packhorse.corpus.tokenizer import TokenizerContent, TokenizerFacts
-from packhorse.errors import CacheCorruptionError, CacheIncompleteError, TokenizerError
+from packhorse.errors import CacheCorruptionError, CacheIncompleteError, SettingsError, TokenizerError
 
 FORMAT = 1
 """The version of the folder, the chunk files and the records. Readers refuse what they do not know."""
@@ -43,6 +44,8 @@ class Recipe:
     overlap: int = 0
     """For `window`: tokens that neighbouring pieces of a document share."""
     long_documents: str = "split"
+    filters: tuple[str, ...] = ()
+    """In their normal form."""
 
     @property
     def canonical(self) -> dict[str, Any]:
@@ -97,6 +100,7 @@ def make_recipe(settings: CacheSettings, tokenizer: TokenizerFacts) -> Recipe:
         eval_share=float(settings.eval_share),
         overlap=settings.overlap,
         long_documents=settings.long_documents,
+        filters=normal_filters(settings.filters),
     )
 
 
@@ -141,8 +145,9 @@ def read_identity(folder: Path) -> Identity:
             raise CacheCorruptionError(
                 f"{path} has format {value['recipe']['format']}; this version of packhorse reads format {FORMAT}."
             )
-        return Identity(**{**value, "recipe": Recipe(**value["recipe"])})
-    except (KeyError, TypeError) as error:
+        recipe = Recipe(**value["recipe"])
+        return Identity(**{**value, "recipe": replace(recipe, filters=normal_filters(recipe.filters))})
+    except (KeyError, TypeError, SettingsError) as error:
         raise CacheCorruptionError(f"{path} is not a recipe: {error!r}.") from None
 
 

@@ -60,6 +60,7 @@ class Record:
     """Of the tokens, those that `packing: window` put into a second sequence as well."""
     truncated_documents: int = 0
     truncated_tokens: int = 0
+    rows_filtered: int = 0
     """What `long_documents: truncate` dropped."""
 
     @property

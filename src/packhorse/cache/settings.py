@@ -3,6 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_origin, get_type_hints
 
+from packhorse.corpus.filters import normal_filters
+from packhorse.corpus.sources import Source, open_sources
 from packhorse.errors import SettingsError
 
 
@@ -18,6 +20,9 @@ class CacheSettings:
     or sources extend the cache."""
     text_column: str = "text"
     """The column or key that holds the text."""
+    filters: tuple[str, ...] = ()
+    """Which rows are documents, by their other columns: `["int_score >= 3", "language == 'en' and url != null"]`. All
+    must hold; parquet files are read only where they can."""
     sample_by: Literal["line", "paragraph", "document"] = "line"
     """What a document of a txt file is, as in `datasets`; `document` takes a whole file as one."""
     max_documents: int | None = None
@@ -66,6 +71,9 @@ class CacheSettings:
         _check(is_window <= self.overlap <= most, "overlap", self.overlap, expected)
         if self.long_documents == "truncate" and self.packing != "pad":
             raise SettingsError(f"`long_documents: truncate` needs `packing: pad`, not {self.packing}.")
+        if isinstance(self.filters, str):
+            raise SettingsError(f"filters must be a list of filters, not one text: [{self.filters!r}].")
+        normal_filters(self.filters)
         _check(0 <= self.eval_share < 1, "eval_share", self.eval_share, "at least 0 and below 1")
         for name, hint in get_type_hints(CacheSettings).items():
             if get_origin(hint) is Literal:
@@ -88,6 +96,12 @@ class CacheSettings:
             raise SettingsError("train_tokenizer needs `tokenizer`: the folder for the trained tokenizer.")
         if self.name is not None and (not self.name or "/" in self.name or self.name.startswith(".")):
             raise SettingsError(f"name must be usable as a folder name, not {self.name!r}.")
+
+    def open_sources(self) -> list[Source]:
+        """The sources: see `corpus.sources.open_sources`."""
+        return open_sources(
+            self.source, text_column=self.text_column, sample_by=self.sample_by, filters=tuple(self.filters)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,12 @@ import numpy as np
 
 from packhorse.cache import store
 from packhorse.corpus.documents import decompress, starts_with_bracket
+from packhorse.corpus.filters import LEFT_OUT
 from packhorse.corpus.sources import Document
 from packhorse.errors import SourceError
+
+FILTERS = ("passed == true",)
+"""The filters of spooled documents: a stream is filtered before."""
 
 
 def unpack(path: str, packed: str, kind: str, target: Path) -> None:
@@ -41,7 +45,7 @@ def cut_stream(documents: Iterator[Document], part_bytes: int) -> Iterator[list[
     size = 0
     for document in documents:
         part.append(document)
-        size += 1 if document is None else len(document) * (1 if isinstance(document, str) else 4)
+        size += len(document) * (4 if isinstance(document, np.ndarray) else 1) if document is not None else 1
         if size >= part_bytes:
             yield part
             part, size = [], 0
@@ -55,6 +59,8 @@ def digest_documents(documents: Iterable[Document]) -> str:
     for document in documents:
         if document is None:
             data = b"null"
+        elif document is LEFT_OUT:
+            data = b"left out"
         elif isinstance(document, str):
             data = b"text" + document.encode("utf-8", "surrogatepass")
         else:
@@ -64,20 +70,21 @@ def digest_documents(documents: Iterable[Document]) -> str:
 
 
 def write_documents(documents: list[Document], target: Path) -> None:
-    """Spool documents to a parquet file with the column `document`."""
+    """Spool documents to a parquet file with the columns `document` and `passed` (the filters)."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if any(isinstance(document, np.ndarray) for document in documents):
-        if any(isinstance(document, str) for document in documents):
+    cells = [None if document is LEFT_OUT else document for document in documents]
+    if any(isinstance(cell, np.ndarray) for cell in cells):
+        if any(isinstance(cell, str) for cell in cells):
             raise SourceError("A source gave texts and lists of ids mixed: it must give one kind.")
-        column = pa.array(documents, pa.list_(pa.int64()))
+        column = pa.array(cells, pa.list_(pa.int64()))
     else:
         # As bytes, because a Python string may hold what is not Unicode; the reader counts and skips that.
-        data = [None if d is None else d.encode("utf-8", "surrogatepass") for d in documents]
+        data = [None if cell is None else cell.encode("utf-8", "surrogatepass") for cell in cells]
         column = pa.array(data, pa.large_binary())
     buffer = io.BytesIO()
-    table = pa.table({"document": column})
+    table = pa.table({"document": column, "passed": [document is not LEFT_OUT for document in documents]})
     pq.write_table(table, buffer, compression="none", use_dictionary=False, row_group_size=max(1, len(documents)))
     store.make_folder(target.parent)
     store.publish(target, buffer.getvalue())

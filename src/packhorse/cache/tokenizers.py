@@ -4,7 +4,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from packhorse.cache.cache import cache_root
 from packhorse.cache.progress import say
 from packhorse.cache.settings import CacheSettings
 from packhorse.cache.spool import unpack
-from packhorse.corpus.documents import Skipped, TextFile, file_length, read_documents
-from packhorse.corpus.sources import Deferred, Files, Source, check_sources, open_sources
+from packhorse.corpus.documents import Skipped, file_length, read_documents
+from packhorse.corpus.sources import Deferred, Files, Source, check_sources
 from packhorse.corpus.tokenizer import (
     TokenizerContent,
     TokenizerFacts,
@@ -87,7 +87,7 @@ def _train(settings: CacheSettings, sources: list[Source] | None, tell) -> None:
             )
         return
     if sources is None:
-        sources = open_sources(settings.source, text_column=settings.text_column, sample_by=settings.sample_by)
+        sources = settings.open_sources()
     content = train_on(sources, settings.train_tokenizer, tell)
     config = json.loads(content.files["tokenizer_config.json"])
     config["packhorse_train_tokenizer"] = settings.train_tokenizer
@@ -140,6 +140,6 @@ def _packed_texts(file) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "unpacked"
         unpack(file.file.path, file.packed, file.file.kind, target)
-        unpacked = TextFile(path=str(target), kind=file.file.kind, column=file.file.column)
+        unpacked = replace(file.file, path=str(target))
         for batch in read_documents(unpacked, 0, file_length(unpacked), Skipped(), 2**18):
             yield from batch.texts or []

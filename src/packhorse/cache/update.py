@@ -27,7 +27,7 @@ from packhorse.cache.snapshot import Index, Snapshot
 from packhorse.cache.tokenizers import resolve_tokenizer
 from packhorse.cache.workers import Workers, usable_cores
 from packhorse.corpus.engines import make_engine
-from packhorse.corpus.sources import Files, Source, Stream, check_sources, open_sources
+from packhorse.corpus.sources import Files, Source, Stream, check_sources
 from packhorse.corpus.tokenizer import locate_tokenizer, read_tokenizer
 from packhorse.errors import CacheCorruptionError, CacheError, EngineMismatch, SourceError
 
@@ -73,7 +73,7 @@ def update_cache(settings: CacheSettings, quiet: bool = False) -> Cache:
         PackhorseError: see `errors.py`; what was committed before stays.
     """
     tell = (lambda text: None) if quiet else say
-    sources = open_sources(settings.source, text_column=settings.text_column, sample_by=settings.sample_by)
+    sources = settings.open_sources()
     with _Staff(settings, sources) as staff:
         facts, content = resolve_tokenizer(settings, sources=sources, tell=tell, on_new=staff.call_early)
         recipe = make_recipe(settings, facts)
@@ -93,8 +93,9 @@ def update_cache(settings: CacheSettings, quiet: bool = False) -> Cache:
     if not cache.num_sequences("train"):
         raise SourceError(
             f"The sources have no text for training: {cache.summary.documents:,} documents, "
-            f"{cache.summary.rows_null + cache.summary.rows_empty + cache.summary.rows_invalid:,} rows left out.\n"
-            "Check `source` and `text_column`, and that `eval_share` leaves something."
+            f"{cache.summary.rows_null + cache.summary.rows_empty + cache.summary.rows_invalid:,} rows left out, "
+            f"{cache.summary.rows_filtered:,} by the filters.\n"
+            "Check `source`, `text_column` and `filters`, and that `eval_share` leaves something."
         )
     return cache
 

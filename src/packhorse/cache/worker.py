@@ -55,12 +55,15 @@ def main(core: str) -> None:
             setting = Path(message["folder"]), message["engine"], message["compression"]
             builder = builder or Builder(*setting, lambda text: say(tell=text))
             job = message["job"]
+            files = {
+                int(n): TextFile(**{**file, "filters": tuple(file["filters"])}) for n, file in job["files"].items()
+            }
             yield (
                 builder,
                 Job(
                     chunk=job["chunk"],
                     ranges=[tuple(r) for r in job["ranges"]],
-                    files={int(number): TextFile(**file) for number, file in job["files"].items()},
+                    files=files,
                 ),
             )
 

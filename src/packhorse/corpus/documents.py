@@ -6,7 +6,7 @@ inside a JSON string.
 
     parquet rows [2000, 4000)  ->  Documents(rows=[2000, 2001, ...], texts=[...])  about 4 MB at a time
 
-Rows that are null, empty or not valid Unicode are left out and counted.
+Rows that are null, empty or not valid Unicode, or do not pass the filters, are left out and counted.
 """
 
 import gzip
@@ -18,11 +18,24 @@ from pathlib import Path
 
 import numpy as np
 
+from packhorse.corpus.filters import LEFT_OUT, parse_filters, passes
 from packhorse.corpus.tables import open_arrow, open_parquet, read_column, to_ids, to_python
 from packhorse.errors import SourceError
 
 BATCH_BYTES = 4 * 2**20
 """Text handed on at a time; engines gain nothing from more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What of a source is a document."""
+
+    column: str = "text"
+    """The column or key that holds the text."""
+    filters: tuple[str, ...] = ()
+    """Which rows: see `filters.py`."""
+    sample_by: str = "line"
+    """What of a txt file: `line`, `paragraph` or `document` (the whole file)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +47,8 @@ class TextFile:
     """`parquet` or `arrow` (ranges of rows); `jsonl`, `line`, `paragraph` or `document` (ranges of bytes)."""
     column: str = "text"
     """The column of a table, or the key of a JSON line. Its values are texts, or lists of ids."""
+    filters: tuple[str, ...] = ()
+    """Which rows are documents: see `filters.py`."""
 
     @property
     def counts_rows(self) -> bool:
@@ -58,13 +73,10 @@ class Skipped:
     null: int = 0
     empty: int = 0
     invalid: int = 0
+    filtered: int = 0
+    """Rows that did not pass the filters."""
     rows: int = field(default=0, repr=False)
     """All rows seen, left out or not."""
-
-    @property
-    def total(self) -> int:
-        """Rows left out."""
-        return self.null + self.empty + self.invalid
 
 
 def read_documents(
@@ -80,7 +92,8 @@ def read_documents(
         batch_bytes: When a batch is full.
 
     Raises:
-        SourceError: the file cannot be read, or a line is not valid JSON (the message has its number).
+        SourceError: the file cannot be read, or a line (the message has its number) is not valid JSON or holds what a
+            filter cannot compare.
     """
     cells = _table_cells if file.counts_rows else _line_cells
     first = skipped.rows
@@ -90,7 +103,9 @@ def read_documents(
         for value in values:
             row = skipped.rows - first
             skipped.rows += 1
-            if value is None:
+            if value is LEFT_OUT:
+                skipped.filtered += 1
+            elif value is None:
                 skipped.null += 1
             elif isinstance(value, str):
                 if not value or value.isspace():
@@ -169,11 +184,24 @@ def file_length(file: TextFile) -> int:
 
 
 def _table_cells(file: TextFile, start: int, stop: int, batch_bytes: int) -> Iterator[list]:
-    for column in read_column(file.path, file.kind, file.column, start, stop):
+    for column, keep in read_column(file.path, file.kind, file.column, start, stop, file.filters):
         rows = len(column)
         step = max(1, min(rows, int(rows * batch_bytes / max(column.nbytes, 1))))
+        places = None if keep is None else np.flatnonzero(keep)
+        done = 0
         for first in range(0, rows, step):
-            yield to_python(column.slice(first, step))
+            cells = to_python(column.slice(first, step))
+            if places is None:
+                yield cells
+                continue
+            last = int(places[first + len(cells) - 1]) + 1
+            values: list = [LEFT_OUT] * (last - done)
+            for place, cell in zip(places[first : first + step].tolist(), cells, strict=True):
+                values[place - done] = cell
+            yield values
+            done = last
+        if keep is not None and done < len(keep):
+            yield [LEFT_OUT] * (len(keep) - done)
 
 
 def is_unicode(text: str) -> bool:
@@ -217,15 +245,23 @@ def _parse_json(piece: bytes, file: TextFile, place: int) -> object:
     except UnicodeDecodeError:
         return piece  # counted as invalid
     except (ValueError, RecursionError) as error:
-        with open(file.path, "rb") as stream:
-            line = 1 + sum(block.count(b"\n") for block in _blocks(stream, 0, place))
         raise SourceError(
-            f"{file.path}, line {line} is not valid JSON: {error}.\n"
+            f"{file.path}, line {_line_number(file, place)} is not valid JSON: {error}.\n"
             "Mend or remove the line. If chunks of this file were already built, the mended file is another one: set "
             "`name` to build another cache of it."
         ) from None
+    try:
+        if not passes(row, parse_filters(file.filters)):
+            return LEFT_OUT
+    except ValueError as error:
+        raise SourceError(f"{file.path}, line {_line_number(file, place)}: {error}.") from None
     value = row.get(file.column)
     return to_ids(value) if isinstance(value, list) else value
+
+
+def _line_number(file: TextFile, place: int) -> int:
+    with open(file.path, "rb") as stream:
+        return 1 + sum(block.count(b"\n") for block in _blocks(stream, 0, place))
 
 
 def _pieces(file: TextFile, start: int, stop: int) -> Iterator[bytes]:

@@ -7,8 +7,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from packhorse.corpus.documents import TextFile, starts_with_bracket
-from packhorse.corpus.tables import open_arrow, open_parquet
+from packhorse.corpus.documents import Selection, TextFile, starts_with_bracket
+from packhorse.corpus.filters import kind_of, parse_filters, wrong_kind
+from packhorse.corpus.tables import column_kind, open_arrow, open_parquet
 from packhorse.errors import SourceError
 
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
@@ -29,7 +30,7 @@ class SourceFile:
     """SHA-256 over the size, both ends and some places between: cheap, and another file has another one."""
 
 
-def find_files(name: str, column: str, sample_by: str) -> list[SourceFile]:
+def find_files(name: str, selection: Selection) -> list[SourceFile]:
     """The files of a folder, a glob, or a single one, in the order of their names.
 
     Raises:
@@ -51,10 +52,10 @@ def find_files(name: str, column: str, sample_by: str) -> list[SourceFile]:
         raise SourceError(
             f"The source {name} has no file that can be read.\nKnown are {_KNOWN}, also with .gz or .zst."
         )
-    return [source_file(p, column, sample_by) for p in paths]
+    return [source_file(p, selection) for p in paths]
 
 
-def source_file(path: Path, column: str, sample_by: str) -> SourceFile:
+def source_file(path: Path, selection: Selection) -> SourceFile:
     """A file, probed.
 
     Raises:
@@ -63,7 +64,7 @@ def source_file(path: Path, column: str, sample_by: str) -> SourceFile:
     suffix = suffix_of(path.name)
     if not suffix:
         raise SourceError(f"The file {path} is of an unknown kind. Known are {_KNOWN}, also with .gz or .zst.")
-    kind = _KINDS.get(suffix, sample_by)
+    kind = _KINDS.get(suffix, selection.sample_by)
     packed = path.suffix if path.suffix in COMPRESSIONS else ""
     try:
         size, probe = probe_file(path)
@@ -72,7 +73,8 @@ def source_file(path: Path, column: str, sample_by: str) -> SourceFile:
                 packed = "array" if starts_with_bracket(stream.read(4096)) else ""
     except OSError as error:
         raise SourceError(f"The file {path} cannot be read: {error.strerror}.") from None
-    file = TextFile(path=str(path.absolute()), kind=kind, column=column if kind in _KINDS.values() else "")
+    column = selection.column if kind in _KINDS.values() else ""
+    file = TextFile(path=str(path.absolute()), kind=kind, column=column, filters=selection.filters)
     return SourceFile(file=file, packed=packed, size=size, probe=probe)
 
 
@@ -103,17 +105,18 @@ def columns_of(file: SourceFile) -> list[str]:
         return open_parquet(file.file.path).schema_arrow.names
     if file.file.kind == "arrow":
         return open_arrow(file.file.path).schema.names
-    return (_first_keys(file.file.path) or []) if file.file.kind == "jsonl" else []
+    return list(_first_row(file.file.path) or []) if file.file.kind == "jsonl" else []
 
 
 def check_column(file: TextFile) -> None:
-    """Refuse a file that does not have the column that is asked for.
+    """Refuse a file that does not have the columns that are asked for, or other values in them.
 
     Raises:
         SourceError: with the columns that the file has.
     """
     import pyarrow as pa
 
+    _check_filters(file)
     if file.kind in ("parquet", "arrow"):
         schema = open_parquet(file.path).schema_arrow if file.kind == "parquet" else open_arrow(file.path).schema
         columns = schema.names
@@ -132,9 +135,10 @@ def check_column(file: TextFile) -> None:
                 f"The column {file.column!r} of {file.path} holds {kind}, neither texts nor lists of ids."
             )
     elif file.kind == "jsonl":
-        columns = _first_keys(file.path)
-        if columns is None or file.column in columns:
+        row = _first_row(file.path)
+        if row is None or file.column in row:
             return
+        columns = list(row)
     else:
         return
     raise SourceError(
@@ -143,11 +147,37 @@ def check_column(file: TextFile) -> None:
     )
 
 
+def _check_filters(file: TextFile) -> None:
+    for comparison in parse_filters(file.filters):
+        kinds = _kinds_of(file)
+        if kinds is None:
+            continue
+        if comparison.column not in kinds:
+            raise SourceError(
+                f"{file.path} has no column {comparison.column!r} for the filter `{comparison}`. "
+                f"It has: {', '.join(kinds) or 'none, it is plain text'}."
+            )
+        # What is null in the first row may be anything in others.
+        if comparison.kind and kinds[comparison.column] not in ("", comparison.kind):
+            raise SourceError(f"{file.path}: {wrong_kind(comparison, kinds[comparison.column])}.")
+
+
+def _kinds_of(file: TextFile) -> dict[str, str] | None:
+    """Column -> what it holds, of a table or of the first JSON line; None for a file without rows."""
+    if file.kind in ("parquet", "arrow"):
+        schema = open_parquet(file.path).schema_arrow if file.kind == "parquet" else open_arrow(file.path).schema
+        return {field.name: column_kind(field.type) for field in schema}
+    if file.kind == "jsonl":
+        row = _first_row(file.path)
+        return None if row is None else {key: kind_of(value) for key, value in row.items()}
+    return {}
+
+
 def _hidden(path: Path, root: Path) -> bool:
     return any(part.startswith((".", "_")) for part in path.relative_to(root).parts)
 
 
-def _first_keys(path: str) -> list[str] | None:
+def _first_row(path: str) -> dict | None:
     with open(path, "rb") as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
@@ -157,5 +187,5 @@ def _first_keys(path: str) -> list[str] | None:
                     raise SourceError(f"{path}, line {number} is not valid JSON: {error}.") from None
                 if not isinstance(row, dict):
                     raise SourceError(f"{path}, line {number} is not a JSON object, but {type(row).__name__}.")
-                return list(row)
+                return row
     return None

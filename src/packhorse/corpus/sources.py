@@ -18,19 +18,21 @@ import inspect
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from packhorse.corpus.documents import Skipped, file_length, read_documents
+from packhorse.corpus.documents import Selection, Skipped, file_length, read_documents
 from packhorse.corpus.files import SourceFile, check_column, find_files, source_file, suffix_of
+from packhorse.corpus.filters import LEFT_OUT, LeftOut, parse_filters, passes
 from packhorse.corpus.sample import SampleCorpus
 from packhorse.corpus.tables import open_arrow
 from packhorse.errors import SourceError
 
-Document = str | np.ndarray | None
+Document = str | np.ndarray | None | LeftOut
+"""What a row holds; None for null."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,34 +68,41 @@ class Deferred:
 Source = Files | Stream | Deferred
 
 
-def open_sources(spec: Any, *, text_column: str = "text", sample_by: str = "line") -> list[Source]:
+def open_sources(
+    spec: Any, *, text_column: str = "text", sample_by: str = "line", filters: tuple[str, ...] = ()
+) -> list[Source]:
     """The sources that a setting names, checked as far as that is cheap.
 
     Args:
         spec: What the setting says (see the top of this file), or any iterable of texts, rows or ids.
         text_column: The column or key that holds the text.
         sample_by: What a document of a txt file is: `line`, `paragraph` or `document` (the whole file).
+        filters: Which rows are documents: see `filters.py`.
 
     Raises:
         SourceError: a source does not exist, is damaged, or has no such column.
     """
+    return _open(spec, Selection(column=text_column, filters=filters, sample_by=sample_by))
+
+
+def _open(spec: Any, selection: Selection) -> list[Source]:
     if isinstance(spec, str | os.PathLike):
-        return [_named(str(spec), text_column, sample_by)]
+        return [_named(str(spec), selection)]
     if isinstance(spec, Mapping) and ("class_path" in spec or "path" in spec):
         own = dict(spec)
-        column = own.pop("text_column", text_column)
+        selection = replace(selection, column=own.pop("text_column", selection.column))
         if "class_path" in own:
-            return [_from_class(own, column)]
+            return [_from_class(own, selection)]
         local = Path(own["path"]).expanduser()
-        if set(own) == {"path"} and (local.exists() or _looks_like_a_source(own["path"], column)):
-            return [_named(own["path"], column, sample_by)]
-        return [_from_hub(own, column)]
-    if isinstance(spec, list | tuple) and are_sources(spec, text_column):
-        return [s for item in spec for s in open_sources(item, text_column=text_column, sample_by=sample_by)]
+        if set(own) == {"path"} and (local.exists() or _looks_like_a_source(own["path"], selection.column)):
+            return [_named(own["path"], selection)]
+        return [_from_hub(own, selection)]
+    if isinstance(spec, list | tuple) and are_sources(spec, selection.column):
+        return [source for item in spec for source in _open(item, selection)]
     if isinstance(spec, Iterable) and not isinstance(spec, Mapping):
-        return [_from_iterable(spec, _name(type(spec)), text_column)]
+        return [_from_iterable(spec, _name(type(spec)), selection)]
     if callable(spec):
-        return [_from_function(spec, _name(spec), text_column)]
+        return [_from_function(spec, _name(spec), selection)]
     raise SourceError(f"A source is a path, a name, a mapping, a list of these, or an iterable, not {spec!r}.")
 
 
@@ -125,20 +134,20 @@ def _looks_like_a_source(item: str | os.PathLike | Mapping, text_column: str) ->
     return text == "sample" or pattern or bool(suffix_of(text)) or Path(text).expanduser().exists()
 
 
-def _named(name: str, column: str, sample_by: str) -> Source:
+def _named(name: str, selection: Selection) -> Source:
     if name == "sample":
         corpus = SampleCorpus()
-        return _from_iterable(corpus, "sample", column)
+        return _from_iterable(corpus, "sample", selection)
     path = Path(name).expanduser()
     if path.exists() or glob.has_magic(name):
-        return Files(key=name, files=find_files(name, column, sample_by))
+        return Files(key=name, files=find_files(name, selection))
     if (
         name.count("/") == 1
         and not name.startswith((".", "~", "/"))
         and not suffix_of(name)
         and not path.parent.is_dir()
     ):
-        return _from_hub({"path": name}, column)
+        return _from_hub({"path": name}, selection)
     raise SourceError(f"The source {name} does not exist.\nCheck the path; it is relative to {Path.cwd()}.")
 
 
@@ -158,11 +167,11 @@ def check_sources(sources: list[Source]) -> None:
     if not has_text and len(plain) == len(files) and all(isinstance(source, Files) for source in sources):
         raise SourceError(
             f"The sources have no text: {', '.join(source.key for source in sources)} is empty, or all rows are null, "
-            "empty or not valid text."
+            "empty, not valid text or left out by `filters`."
         )
 
 
-def _from_class(spec: dict[str, Any], column: str) -> Source:
+def _from_class(spec: dict[str, Any], selection: Selection) -> Source:
     module, _, name = str(spec["class_path"]).rpartition(".")
     arguments = spec.get("init_args") or {}
     key = json.dumps({"class_path": spec["class_path"], "init_args": arguments}, sort_keys=True, default=str)
@@ -173,20 +182,20 @@ def _from_class(spec: dict[str, Any], column: str) -> Source:
         except (ImportError, AttributeError, ValueError, TypeError) as error:
             raise SourceError(f"The source {spec['class_path']} cannot be made: {error}.") from None
 
-    return _from_function(make, key, column)
+    return _from_function(make, key, selection)
 
 
-def _from_function(make: Callable[[], Any], key: str, column: str) -> Source:
+def _from_function(make: Callable[[], Any], key: str, selection: Selection) -> Source:
     made = make()
     if callable(made) and not isinstance(made, Iterable):
-        return _from_function(made, key, column)
+        return _from_function(made, key, selection)
     if isinstance(made, Iterator):
         # It can be read once; the function gives a fresh one each time.
-        return Stream(key=key, read=_skipping(lambda: (_document(item, column, key) for item in make())))
-    return _from_iterable(made, key, column)
+        return Stream(key=key, read=_skipping(lambda: (_document(item, selection, key) for item in make())))
+    return _from_iterable(made, key, selection)
 
 
-def _from_iterable(iterable: Any, key: str, column: str) -> Source:
+def _from_iterable(iterable: Any, key: str, selection: Selection) -> Source:
     if not isinstance(iterable, Iterable):
         raise SourceError(f"The source {key} is not an iterable of texts, rows or ids.")
     if isinstance(iterable, Iterator):
@@ -194,7 +203,7 @@ def _from_iterable(iterable: Any, key: str, column: str) -> Source:
     fingerprint = getattr(iterable, "fingerprint", None)
     return Stream(
         key=key,
-        read=_skipping(lambda: (_document(item, column, key) for item in iterable)),
+        read=_skipping(lambda: (_document(item, selection, key) for item in iterable)),
         fingerprint=str(fingerprint) if fingerprint is not None else None,
         text_bytes=getattr(iterable, "text_bytes", None),
     )
@@ -217,11 +226,22 @@ class _Once:
         return iterator
 
 
-def _document(item: Any, column: str, key: str) -> Document:
+def _document(item: Any, selection: Selection, key: str) -> Document:
     if isinstance(item, Mapping):
-        if column not in item:
-            raise SourceError(f"A row of {key} has no column {column!r}. It has: {', '.join(map(str, item))}.")
-        item = item[column]
+        comparisons = parse_filters(selection.filters)
+        for column in (selection.column, *(comparison.column for comparison in comparisons)):
+            if column not in item:
+                raise SourceError(f"A row of {key} has no column {column!r}. It has: {', '.join(map(str, item))}.")
+        try:
+            if not passes(item, comparisons):
+                return LEFT_OUT
+        except ValueError as error:
+            raise SourceError(f"A row of {key} cannot be used: {error}.") from None
+        item = item[selection.column]
+    elif selection.filters:
+        raise SourceError(
+            f"{key} gives {type(item).__name__}, not rows: the filter {selection.filters[0]!r} cannot hold."
+        )
     if item is None or isinstance(item, str):
         return item
     ids = np.asarray(item)
@@ -241,30 +261,30 @@ def _skipping(read: Callable[[], Iterator[Document]]) -> Callable[[int], Iterato
     return from_number
 
 
-def _from_hub(spec: dict[str, Any], column: str) -> Source:
+def _from_hub(spec: dict[str, Any], selection: Selection) -> Source:
     """A data set through `datasets`: as arrow files on this disk, or streamed."""
     key = json.dumps(spec, sort_keys=True)
     arguments = {"split": "train", **{k: v for k, v in spec.items() if k != "streaming"}}
     if spec.get("streaming", False):
-        return Stream(key=key, read=lambda n: _stream_hub(arguments, column, n), fingerprint=key)
-    return Deferred(key=key, fingerprint=key, open=lambda: _materialise_hub(key, arguments, column))
+        return Stream(key=key, read=lambda n: _stream_hub(arguments, selection, n), fingerprint=key)
+    return Deferred(key=key, fingerprint=key, open=lambda: _materialise_hub(key, arguments, selection))
 
 
-def _materialise_hub(key: str, arguments: dict[str, Any], column: str) -> Files | Stream:
+def _materialise_hub(key: str, arguments: dict[str, Any], selection: Selection) -> Files | Stream:
     data = _load_dataset(arguments, streaming=False)
-    _check_features(data, column, arguments["path"])
+    _check_features(data, selection, arguments["path"])
     files = [f["filename"] for f in data.cache_files]
     if files and data._indices is None and sum(open_arrow(f).num_rows for f in files) == data.num_rows:
-        return Files(key=key, files=[source_file(Path(f), column, "line") for f in files])
+        return Files(key=key, files=[source_file(Path(f), selection) for f in files])
     # A slice or a selection: its rows are not simply those of its files.
-    rows = data.select_columns([column])
-    return Stream(key=key, read=_skipping(lambda: (_document(row, column, key) for row in rows)), fingerprint=key)
+    rows = data.select_columns(_columns(selection))
+    return Stream(key=key, read=_skipping(lambda: (_document(row, selection, key) for row in rows)), fingerprint=key)
 
 
-def _stream_hub(arguments: dict[str, Any], column: str, number: int) -> Iterator[Document]:
+def _stream_hub(arguments: dict[str, Any], selection: Selection, number: int) -> Iterator[Document]:
     data = _load_dataset(arguments, streaming=True)
-    _check_features(data, column, arguments["path"])
-    return (_document(row, column, arguments["path"]) for row in data.skip(number))
+    _check_features(data, selection, arguments["path"])
+    return (_document(row, selection, arguments["path"]) for row in data.skip(number))
 
 
 def _load_dataset(arguments: dict[str, Any], streaming: bool):
@@ -283,13 +303,19 @@ def _load_dataset(arguments: dict[str, Any], streaming: bool):
         ) from None
 
 
-def _check_features(data, column: str, name: str) -> None:
+def _columns(selection: Selection) -> list[str]:
+    """The columns that are read."""
+    return list(dict.fromkeys([selection.column, *(c.column for c in parse_filters(selection.filters))]))
+
+
+def _check_features(data, selection: Selection, name: str) -> None:
     columns = data.column_names
-    if columns is not None and column not in columns:
-        raise SourceError(
-            f"The data set {name} has no column {column!r}. It has: {', '.join(columns)}.\n"
-            "Set `text_column` to the one that holds the text."
-        )
+    for column in _columns(selection) if columns is not None else ():
+        if column not in columns:
+            raise SourceError(
+                f"The data set {name} has no column {column!r}. It has: {', '.join(columns)}.\n"
+                "Set `text_column` to the one that holds the text, and `filters` to those that it has."
+            )
 
 
 def _name(of: Any) -> str:

@@ -1,16 +1,22 @@
 """Parquet and arrow files -> columns -> cells.
 
 Opened files are kept with their footers, and so is the row group that was read last: a worker that takes the next chunk
-often needs the rest of it.
+often needs the rest of it. Filters are decided before any text is read: by the statistics of a row group, then by the
+filtered columns; where no row passes, the text is not read at all.
 """
 
 import os
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
+from packhorse.corpus.filters import Comparison, kind_of, parse_filters, wrong_kind
 from packhorse.errors import SourceError
+
+_COMPARE = {"==": "equal", "!=": "not_equal", "<": "less", "<=": "less_equal", ">": "greater", ">=": "greater_equal"}
+"""The functions of pyarrow."""
 
 
 def file_version(path: str) -> tuple[int, ...]:
@@ -58,29 +64,115 @@ def _open_arrow(path: str, version: tuple[int, ...]):
 
 
 @lru_cache(maxsize=1)
-def _row_group(path: str, version: tuple[int, ...], number: int, column: str):
+def _row_group(path: str, version: tuple[int, ...], number: int, column: str, filters: tuple[str, ...]):
+    """The cells of a row group that pass, and which rows those are (None for all)."""
     import pyarrow as pa
 
+    def read(*columns: str):
+        return _open_parquet(path, version).read_row_group(number, columns=list(columns), use_threads=False)
+
     try:
-        return _open_parquet(path, version).read_row_group(number, columns=[column], use_threads=False).column(0)
+        if not filters:
+            return read(column).column(0), None
+        group = _open_parquet(path, version).metadata.row_group(number)
+        comparisons = parse_filters(filters)
+        if is_excluded(group, comparisons):
+            return pa.nulls(0, pa.string()), np.zeros(group.num_rows, bool)
+        keep = _keep(read(*{c.column for c in comparisons}), comparisons)
+        return (read(column).column(0).filter(keep) if keep.any() else pa.nulls(0, pa.string())), keep
     except (pa.ArrowException, OSError) as error:
         raise SourceError(f"Row group {number} of the parquet file {path} cannot be read: {error}") from None
 
 
-def read_column(path: str, kind: str, column: str, start: int, stop: int) -> Iterator:
-    """The rows of a column of a `parquet` or `arrow` file, a row group at a time."""
+def read_column(
+    path: str, kind: str, column: str, start: int, stop: int, filters: tuple[str, ...] = ()
+) -> Iterator[tuple[Any, np.ndarray | None]]:
+    """The rows of a column of a `parquet` or `arrow` file, a row group at a time.
+
+    Yields:
+        The cells that pass the filters, and for each row whether it does, bool; None when there are no filters.
+    """
     if kind == "arrow":
-        yield open_arrow(path).column(column).slice(start, stop - start)
+        table = open_arrow(path).slice(start, stop - start)
+        keep = _keep(table, parse_filters(filters)) if filters else None
+        yield (table.column(column) if keep is None else table.column(column).filter(keep)), keep
         return
     version = file_version(path)
     metadata = _open_parquet(path, version).metadata
     first = 0
     for number in range(metadata.num_row_groups):
         rows = metadata.row_group(number).num_rows
-        low, high = max(start, first), min(stop, first + rows)
+        low, high = max(start, first) - first, min(stop, first + rows) - first
         if low < high:
-            yield _row_group(path, version, number, column).slice(low - first, high - low)
+            cells, keep = _row_group(path, version, number, column, filters)
+            if keep is None:
+                yield cells.slice(low, high - low), None
+            else:
+                yield cells.slice(int(keep[:low].sum()), int(keep[low:high].sum())), keep[low:high]
         first += rows
+
+
+def is_excluded(group, comparisons: tuple[Comparison, ...]) -> bool:
+    """Whether the statistics of a row group prove that none of its rows passes."""
+    columns = {group.column(i).path_in_schema: group.column(i) for i in range(group.num_columns)}
+    return any(_excludes(columns[c.column].statistics, c, group.num_rows) for c in comparisons if c.column in columns)
+
+
+def column_kind(kind) -> str:
+    """What an arrow type is for filters: `number`, `text`, `boolean`, `` for null, or the name of another type."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if pa.types.is_null(kind):
+        return ""
+    if pa.types.is_boolean(kind):
+        return "boolean"
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        return "text"
+    return "number" if pa.types.is_integer(kind) or pa.types.is_floating(kind) else str(kind)
+
+
+def _keep(table, comparisons: tuple[Comparison, ...]) -> np.ndarray:
+    """Whether each row of a table passes, bool [rows]."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    keep = np.ones(len(table), bool)
+    for comparison in comparisons:
+        column = table.column(comparison.column)
+        if comparison.value is None:
+            passed = pc.is_null(column) if comparison.operator == "==" else pc.is_valid(column)
+        else:
+            if pa.types.is_dictionary(column.type):
+                column = column.cast(column.type.value_type)
+            if column_kind(column.type) not in ("", comparison.kind):
+                raise SourceError(f"Cannot go on: {wrong_kind(comparison, str(column.type))}.")
+            value = comparison.value
+            if comparison.kind == "text":
+                column, value = column.cast(pa.large_string()), pa.scalar(value, pa.large_string())
+            passed = getattr(pc, _COMPARE[comparison.operator])(column, value)
+        keep &= pc.fill_null(passed, False).to_numpy()
+    return keep
+
+
+def _excludes(statistics, comparison: Comparison, rows: int) -> bool:
+    if statistics is None:
+        return False
+    if comparison.value is None:
+        nulls = statistics.null_count if statistics.has_null_count else None
+        return nulls == (0 if comparison.operator == "==" else rows)
+    if not statistics.has_min_max or kind_of(statistics.min) != comparison.kind:
+        return False
+    least, most, value = statistics.min, statistics.max, comparison.value
+    # `!=` excludes nothing: NaN differs from everything, and is in no statistics.
+    return {
+        "==": value < least or value > most,
+        "<": least >= value,
+        "<=": least > value,
+        ">": most <= value,
+        ">=": most < value,
+    }.get(comparison.operator, False)
 
 
 def to_python(column) -> list:

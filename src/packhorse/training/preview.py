@@ -12,7 +12,7 @@ from packhorse.cache.tokenizers import sample_texts, train_on
 from packhorse.corpus.documents import file_length
 from packhorse.corpus.engines import Reference
 from packhorse.corpus.files import columns_of
-from packhorse.corpus.sources import Deferred, Files, Source, open_sources
+from packhorse.corpus.sources import Deferred, Files, Source
 from packhorse.corpus.tokenizer import TokenizerContent, locate_tokenizer, read_tokenizer
 from packhorse.errors import CacheIncompleteError, TokenizerError
 
@@ -27,7 +27,7 @@ def preview(cli: Any) -> int:
         cli: A parsed command line: its DataModule, module and Trainer were made, but nothing was run.
     """
     settings = cli.datamodule.settings
-    sources = open_sources(settings.source, text_column=settings.text_column, sample_by=settings.sample_by)
+    sources = settings.open_sources()
     content = _tokenizer(settings, sources)
     engine = Reference(content.json, settings.split_special_tokens) if content.json else None
     texts = [text for _, text in zip(range(SAMPLE_TEXTS), sample_texts(sources), strict=False)]
