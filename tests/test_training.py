@@ -214,6 +214,38 @@ def test_validation_weighs_tokens_not_batches(room, corpus, tmp_path):
     assert metrics["val/perplexity"] == pytest.approx(float(expected.exp()), rel=1e-4)
 
 
+@pytest.mark.parametrize(("micro_batch", "accumulation"), [(4, 1), (1, 4)])
+@pytest.mark.filterwarnings("ignore:.*padding:UserWarning")  # which the test needs
+def test_a_step_follows_the_mean_over_all_its_tokens_however_they_are_shared_out(tmp_path, micro_batch, accumulation):
+    few, many = [{"text": "salt"}] * 60, [{"text": " ".join(WORDS)}] * 60
+    (tmp_path / "hills.jsonl").write_text("".join(json.dumps(row) + "\n" for row in few + many))
+    constant = ScheduleSettings(shape="constant", warmup_steps=0)
+    model = module(optimizer=lambda params: torch.optim.SGD(params, lr=1.0), balance_factor_lr=1.0, schedule=constant)
+    data = datamodule(tmp_path, tmp_path / "hills.jsonl", micro_batch_size=micro_batch, packing="pad")
+    before, seen = {}, Seen()
+
+    class Before(Callback):
+        def on_train_start(self, trainer, pl_module):
+            before.update({name: p.detach().clone() for name, p in pl_module.model.named_parameters()})
+
+    run = trainer(tmp_path, max_steps=1, accumulate_grad_batches=accumulation, callbacks=[Before(), seen])
+    run.fit(model, datamodule=data)
+    after = {name: p.detach().clone() for name, p in model.model.named_parameters()}
+
+    batch = data.rows("train")[data.order.sequence_numbers(0, 4)]
+    assert rows_of(seen.batches) == rows_of([batch["input_ids"]])
+    counts = (batch["labels"] >= 0).sum(1)
+    assert counts.max() > 4 * counts.min(), "the test needs micro-batches of different weight"
+    model.model.load_state_dict(before, strict=False)
+    logits = model.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    assert float(run.callback_metrics["train/loss"]) == float(model.step_loss) == pytest.approx(float(loss), rel=1e-6)
+    names = list(before)
+    gradients = torch.autograd.grad(loss, [model.model.get_parameter(name) for name in names])
+    for name, gradient in zip(names, gradients, strict=True):
+        torch.testing.assert_close(before[name] - after[name], gradient, rtol=1e-4, atol=1e-6)
+
+
 def test_a_model_can_be_validated_before_it_is_trained(room, corpus, tmp_path):
     data, model = datamodule(room, corpus), module()
     trainer(tmp_path, limit_val_batches=None).validate(model, datamodule=data, verbose=False)

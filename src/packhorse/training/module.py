@@ -13,6 +13,7 @@ from lightning import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
@@ -30,6 +31,7 @@ from packhorse.models import (
 )
 from packhorse.training.loss import TokenLoss, chunked_cross_entropy
 from packhorse.training.schedule import Schedule, warmup_steps
+from packhorse.training.step_mean import StepMean
 
 FAMILIES = {
     "llama": (InfiniLlamaConfig, InfiniLlamaForCausalLM),
@@ -119,6 +121,9 @@ class LanguageModule(LightningModule):
         self.model: PreTrainedModel | None = None
         self.schedule: Schedule | None = None
         self.eval_loss = TokenLoss()
+        self.step_loss: Tensor | None = None
+        """Mean over all tokens of the last optimizer step, on all ranks the same."""
+        self._step_mean = StepMean()
         self._restored_config: dict[str, Any] | None = None
 
     @property
@@ -213,12 +218,18 @@ class LanguageModule(LightningModule):
             batch = {**batch, "segments": split_into_segments(shape, segment_length, batch["position_ids"])}
         return batch
 
+    def on_train_epoch_start(self) -> None:
+        """Begin with a whole step."""
+        self._step_mean.reset()
+
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """Mean loss of the micro-batch."""
-        nll, tokens = self(batch)
-        loss = nll / tokens.clamp(min=1)
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(batch["input_ids"]))
-        return loss
+        """The micro-batch's part of the mean over all tokens of the step."""
+        return self._step_mean.add(*self(batch), full=batch["labels"].numel())
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Make the gradients those of the mean over all tokens of the global batch, and log that mean."""
+        self.step_loss = self._step_mean.finish(self.trainer, optimizer)
+        self.log("train/loss", self.step_loss, prog_bar=True)
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Adds the batch to the token-weighted loss."""

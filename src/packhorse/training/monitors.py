@@ -27,21 +27,22 @@ class RunReport(Callback):
         self.command = "packhorse" if Path(sys.argv[0]).name == "packhorse" else "python main.py"
         self._first_loss: torch.Tensor | None = None
         self._recent: deque[torch.Tensor] = deque(maxlen=200)
-        self._first_step = 0
+        self._first_step = self._step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the plan."""
         data, plan = trainer.datamodule, trainer.datamodule.plan
         self.entropy = data.unigram_entropy()
-        self._first_step = trainer.global_step
+        self._first_step = self._step = trainer.global_step
         seconds, activations = _rehearse(trainer, pl_module)
         say_once("\n".join(["", "Plan", *plan_lines(trainer, pl_module, plan, data, seconds, activations), ""]))
         self._start = self._last_line = time.monotonic()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs, batch, batch_idx: int) -> None:
-        """Remember the loss, and say how far the run is."""
-        # Lightning hands back the loss divided by the accumulation.
-        loss = outputs["loss"].detach() * trainer.accumulate_grad_batches
+        """Remember the loss of a step, and say how far the run is."""
+        if trainer.global_step == self._step:
+            return
+        self._step, loss = trainer.global_step, pl_module.step_loss
         self._first_loss = loss if self._first_loss is None else self._first_loss
         self._recent.append(loss)
         if trainer.global_step % trainer.log_every_n_steps == 0:
@@ -124,7 +125,7 @@ class RunReport(Callback):
         return steps * plan.global_batch * plan.sequence_length / max(time.monotonic() - self._start, 1e-9)
 
     def _mean_loss(self) -> float:
-        """Over the last tenth of what is remembered, at least one and at most 20 micro-batches."""
+        """Over the last tenth of what is remembered, at least one and at most 20 steps."""
         count = max(1, len(self._recent) // 10)
         return float(torch.stack(list(self._recent)[-count:]).float().mean())
 
