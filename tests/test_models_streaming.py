@@ -60,7 +60,8 @@ def stream(model, input_ids, lengths, **inputs) -> torch.Tensor:
 
 
 def assert_same(got, expected):
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    scale = expected.abs().max().clamp(min=1)  # relative to the largest logit: sums run in another order
+    torch.testing.assert_close(got / scale, expected / scale, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("rule", ["linear", "delta"])

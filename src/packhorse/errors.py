@@ -59,3 +59,11 @@ class StorageFullError(CacheError):
 
 class StorageIOError(CacheError):
     """The disk reported an error; what was committed is intact."""
+
+
+class CheckpointError(PackhorseError):
+    """The base of all errors about a checkpoint."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """A checkpoint is damaged: nothing of it was used."""

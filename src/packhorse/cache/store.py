@@ -52,7 +52,7 @@ def publish(path: Path, data: bytes | Iterable[bytes]) -> bool:
     Raises:
         StorageFullError, StorageIOError: nothing was published and the temporary file is gone.
     """
-    with _disk_errors(path):
+    with disk_errors(path):
         temporary = _write_temporary(path, data)
         try:
             made = _link(temporary, path)
@@ -65,7 +65,7 @@ def publish(path: Path, data: bytes | Iterable[bytes]) -> bool:
 
 def replace(path: Path, data: bytes) -> None:
     """Make `path` hold `data`, whatever it held before: for derived files only (anything that can be rebuilt)."""
-    with _disk_errors(path):
+    with disk_errors(path):
         temporary = _write_temporary(path, data)
         try:
             os.replace(temporary, path)
@@ -80,12 +80,12 @@ def make_folder(path: Path) -> None:
     if path.is_dir():
         if path not in _durable:
             # Who made it may have died before its name was safe.
-            with _disk_errors(path):
+            with disk_errors(path):
                 sync_folder(path.parent)
             _durable.add(path)
         return
     make_folder(path.parent)
-    with _disk_errors(path):
+    with disk_errors(path):
         with contextlib.suppress(FileExistsError):
             os.mkdir(path)
         sync_folder(path.parent)
@@ -100,7 +100,7 @@ def quarantine(path: Path, cache_folder: Path) -> Path:
     """
     target = cache_folder / "quarantine" / f"{path.name}.{secrets.token_hex(4)}"
     make_folder(target.parent)
-    with _disk_errors(path), contextlib.suppress(FileNotFoundError):
+    with disk_errors(path), contextlib.suppress(FileNotFoundError):
         os.replace(path, target)
         sync_folder(path.parent)
         sync_folder(target.parent)
@@ -118,7 +118,7 @@ def holds(path: Path, sha256: str) -> bool:
 
 def remove(path: Path) -> None:
     """Remove a file that can be made again (a spool, a temporary file)."""
-    with _disk_errors(path), contextlib.suppress(FileNotFoundError):
+    with disk_errors(path), contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 
 
@@ -140,6 +140,23 @@ def sync_folder(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Errors of the system while `path` is written, as errors of ours."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, FileNotFoundError | FileExistsError):
+            raise
+        kind = StorageFullError if error.errno in _NO_SPACE else StorageIOError
+        raise kind(
+            f"Could not write {path}: {error.strerror or error}.\n"
+            "What was committed before is intact. "
+            + ("Free some space" if kind is StorageFullError else "Check the disk and the permissions")
+            + " and run the same command again: it goes on from there."
+        ) from error
 
 
 def canonical(value: dict[str, Any]) -> bytes:
@@ -234,19 +251,3 @@ def _publish_without_links(temporary: Path, path: Path) -> bool:
         return False
     os.rename(temporary, path)
     return True
-
-
-@contextlib.contextmanager
-def _disk_errors(path: Path):
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, FileNotFoundError | FileExistsError):
-            raise
-        kind = StorageFullError if error.errno in _NO_SPACE else StorageIOError
-        raise kind(
-            f"Could not write {path}: {error.strerror or error}.\n"
-            "What was committed before is intact. "
-            + ("Free some space" if kind is StorageFullError else "Check the disk and the permissions")
-            + " and run the same command again: it goes on from there."
-        ) from error

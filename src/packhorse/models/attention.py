@@ -11,13 +11,12 @@ G key/value heads, K head size.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import initialization as init
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from packhorse.models.config import InfiniAttentionConfig
-from packhorse.models.gates import activate_gate
+from packhorse.models.gates import Gate
 from packhorse.models.loop import attend_by_loop
 from packhorse.models.memory import normalise, read_by_attention, read_by_scan
 from packhorse.models.segments import Segments
@@ -29,9 +28,12 @@ class InfiniAttentionMixin:
 
     def __init__(self, config, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        self.gate = nn.Parameter(torch.zeros(config.num_attention_heads, dtype=torch.float32))
-        # A parameter that no loss reaches must not wait for a gradient: DistributedDataParallel would.
-        self.gate.requires_grad_(config.infini_attention.turn_on_memory)
+        settings: InfiniAttentionConfig = config.infini_attention
+        self.gate = None
+        if settings.has_memory(layer_idx):
+            self.gate = Gate(config.num_attention_heads, settings.balance_act_type)
+            # A parameter that no loss reaches must not wait for a gradient: DistributedDataParallel would.
+            self.gate.requires_grad_(settings.turn_on_memory)
 
     def forward(
         self,
@@ -40,29 +42,22 @@ class InfiniAttentionMixin:
         segments: Segments | StreamPlan,
         **kwargs,
     ) -> tuple[Tensor, None]:
-        """[B, T, hidden] -> [B, T, hidden]. The rotary tables have one entry for each place of a segment, [1, S, K]."""
+        """[B, T, hidden] -> [B, T, hidden]. The rotary tables are those of `segments.positions`."""
         settings: InfiniAttentionConfig = self.config.infini_attention
+        gate = self.gate if settings.turn_on_memory else None
         query_BTHK, key_BTGK, value_BTGK = self._project(hidden_states)
         if isinstance(segments, StreamPlan):
             state = segments.states[self.layer_idx]
             mixed_BTHK = attend_by_stream(
-                query_BTHK, key_BTGK, value_BTGK, position_embeddings, self.gate, state, segments, self.scaling
+                query_BTHK, key_BTGK, value_BTGK, position_embeddings, gate, state, segments, self.scaling
             )
         elif settings.backend == "loop":
             mixed_BTHK = attend_by_loop(
-                query_BTHK, key_BTGK, value_BTGK, position_embeddings, self.gate, segments, settings, self.scaling
+                query_BTHK, key_BTGK, value_BTGK, position_embeddings, gate, segments, settings, self.scaling
             )
         else:
-            mixed_BTHK = self._attend(query_BTHK, key_BTGK, value_BTGK, position_embeddings, segments)
+            mixed_BTHK = self._attend(query_BTHK, key_BTGK, value_BTGK, position_embeddings, gate, segments)
         return self.o_proj(mixed_BTHK.flatten(2)), None
-
-    def reset_gate(self) -> None:
-        """The start that the configuration asks for; a gate that came from a checkpoint stays."""
-        settings = self.config.infini_attention
-        if settings.balance_init_type == "randn":
-            init.normal_(self.gate)
-        else:
-            init.constant_(self.gate, settings.balance_init_value)
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shape = (*hidden_states.shape[:2], -1, self.head_dim)
@@ -71,11 +66,11 @@ class InfiniAttentionMixin:
             query, key = self.q_norm(query), self.k_norm(key)
         return query, key, value
 
-    def _attend(self, query_BTHK, key_BTGK, value_BTGK, position_embeddings, segments: Segments) -> Tensor:
+    def _attend(self, query_BTHK, key_BTGK, value_BTGK, position_embeddings, gate, segments: Segments) -> Tensor:
         settings = self.config.infini_attention
         query_NSHK, key_NSGK, value_NSGK = (segments.fold(x) for x in (query_BTHK, key_BTGK, value_BTGK))
         local_NSHK = self._attend_locally(query_NSHK, key_NSGK, value_NSGK, position_embeddings)
-        if not settings.turn_on_memory:
+        if gate is None:
             return segments.unfold(local_NSHK)
 
         prepare = normalise if settings.memory_qk_norm else _keep
@@ -97,7 +92,7 @@ class InfiniAttentionMixin:
                 settings.detach_every_n_segments,
             ).transpose(1, 2)
 
-        gate_H1 = activate_gate(self.gate, settings.balance_act_type).to(memory_RSHK.dtype).unsqueeze(-1)
+        gate_H1 = gate(memory_RSHK)
         # Runs with R = 0 too: then the gates get a zero gradient instead of none, as data-parallel training needs it.
         first, rest_RSHK = segments.split(local_NSHK)
         mixed_RSHK = torch.lerp(rest_RSHK.to(memory_RSHK.dtype), memory_RSHK, gate_H1)
@@ -120,15 +115,6 @@ class InfiniAttentionMixin:
             enable_gqa=self.num_key_value_groups > 1,
         )
         return local_NHSK.transpose(1, 2)
-
-    def _apply(self, fn, recurse: bool = True):
-        # `model.bfloat16()` and Lightning's bf16-true cast every parameter. A gate in bf16 stops moving as soon as its
-        # step is smaller than the spacing of bf16 numbers (1/64 at 2), so it stays as it was.
-        before = self.gate.data
-        super()._apply(fn, recurse)
-        if self.gate.dtype in (torch.bfloat16, torch.float16) and not before.is_meta:
-            self.gate.data = before.to(self.gate.device, torch.float32)
-        return self
 
 
 def choose_backend(settings: InfiniAttentionConfig, segments: Segments, row_length: int, head_size: int) -> str:

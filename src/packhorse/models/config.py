@@ -14,6 +14,7 @@ BalanceInit = Literal["zeros", "randn", "constant"]
 BalanceAct = Literal["orig_sigmoid", "hard_sigmoid", "orig_tanh", "tanh_abs"]
 FirstSegment = Literal["bypass", "gated"]
 MemoryUpdate = Literal["linear", "delta"]
+RotaryRestart = Literal["segment", "document"]
 Backend = Literal["auto", "loop", "scan", "attention"]
 
 
@@ -26,6 +27,9 @@ class InfiniAttentionConfig:
 
     turn_on_memory: bool = True
     """False leaves local attention alone, ungated: the baseline that shows what the memory is worth."""
+
+    memory_layers: tuple[int, ...] | None = None
+    """Layers with a memory, counted from 0; the others have local attention alone and no gates. None for all."""
 
     balance_init_type: BalanceInit = "zeros"
     """Start of the gates. `constant` takes `balance_init_value`; -4 with `orig_sigmoid` suits a plain checkpoint."""
@@ -50,6 +54,10 @@ class InfiniAttentionConfig:
     """Scale the memory's queries and keys to root mean square 1 for each head. It helps models without head norms whose
     keys are large or much alike (Qwen2's have big biases)."""
 
+    rotary_restart: RotaryRestart = "segment"
+    """Where rotary positions begin again. Local scores depend on distances only, so both give the same; `segment` keeps
+    angles small however long a document is, `document` gives the positions that a plain checkpoint was trained with."""
+
     detach_every_n_segments: int | None = None
     """Stop gradients where every n-th segment is added to the memory: a loss then reaches 1 to n segments back. None
     teaches all segments, as the paper does."""
@@ -57,7 +65,34 @@ class InfiniAttentionConfig:
     backend: Backend = "auto"
     """Same values, other speed: `scan` over segments, masked `attention` (linear only), literal `loop`."""
 
+    balance_factor_lr: float | None = None
+    """Training: peak learning rate of the gates. None leaves it to the module, which has the same setting."""
+
+    balance_factor_weight_decay: float | None = None
+    """Training: weight decay of the gates. None leaves it to the module, which has the same setting."""
+
+    logging: bool = True
+    """Training: log gates and memory, to TensorBoard or to whatever logger there is."""
+
+    logging_interval: int = 100
+    """Training: optimizer steps from one such log to the next."""
+
+    log_grad: bool = False
+    """Training: also log the gradient of every gate, as a histogram and as a heat map."""
+
+    log_segment_acts: bool = False
+    """Training: also log how large memory reads and local outputs are in each segment of a document."""
+
     def __post_init__(self) -> None:
+        if self.memory_layers is not None:
+            object.__setattr__(self, "memory_layers", tuple(self.memory_layers))  # JSON has only lists
+            if len(set(self.memory_layers)) < len(self.memory_layers) or min(self.memory_layers, default=-1) < 0:
+                raise ValueError(
+                    f"memory_layers are different layer numbers from 0 on, got {list(self.memory_layers)}. "
+                    "Leave it out for a memory in every layer; turn_on_memory: false has none."
+                )
+        if self.logging_interval < 1:
+            raise ValueError(f"logging_interval must be at least 1 step, got {self.logging_interval}.")
         if self.segment_length < 1:
             raise ValueError(f"segment_length must be at least 1, got {self.segment_length}.")
         if not self.memory_eps > 0:
@@ -90,6 +125,10 @@ class InfiniAttentionConfig:
                 "tanh_abs anywhere but at 0 (balance_init_type: constant with a balance_init_value, or randn)."
             )
 
+    def has_memory(self, layer: int) -> bool:
+        """Whether this layer, counted from 0, has a memory and gates."""
+        return self.memory_layers is None or layer in self.memory_layers
+
     def _gates_are_stuck(self) -> bool:
         if self.balance_init_type == "randn":
             return False
@@ -104,6 +143,8 @@ class InfiniConfigMixin:
         self.infini_attention = _to_settings(self.infini_attention)
         super().__post_init__(**kwargs)
         self._refuse_sliding_windows()
+        self._refuse_layers_that_are_not_there()
+        self._refuse_growing_positions()
 
     def to_dict(self) -> dict:
         """Everything as plain values, ready for JSON."""
@@ -126,6 +167,21 @@ class InfiniConfigMixin:
             raise ValueError(f"This configuration has use_sliding_window: true. {reason}")
         if other := set(getattr(self, "layer_types", None) or ()) - {"full_attention"}:
             raise ValueError(f"This configuration has layers of type {', '.join(sorted(other))}. {reason}")
+
+    def _refuse_layers_that_are_not_there(self) -> None:
+        if strangers := [x for x in self.infini_attention.memory_layers or () if x >= self.num_hidden_layers]:
+            raise ValueError(
+                f"memory_layers names {strangers}, but the model has {self.num_hidden_layers} layers, 0 to "
+                f"{self.num_hidden_layers - 1}."
+            )
+
+    def _refuse_growing_positions(self) -> None:
+        kind = (getattr(self, "rope_parameters", None) or {}).get("rope_type", "default")
+        if self.infini_attention.rotary_restart == "document" and kind in ("dynamic", "longrope"):
+            raise ValueError(
+                f"rotary_restart 'document' does not go with rope_type {kind!r}, which turns every token by another "
+                "angle as soon as any text of the batch is long. Set rotary_restart: segment."
+            )
 
 
 class InfiniLlamaConfig(InfiniConfigMixin, LlamaConfig):

@@ -6,8 +6,45 @@ by about 4 and an Adam step is at most the learning rate, and no weight decay, w
 
 import torch
 from torch import Tensor, nn
+from transformers import initialization as init
 
-from packhorse.models.config import BalanceAct
+from packhorse.models.config import BalanceAct, InfiniAttentionConfig
+
+
+class Gate(nn.Module):
+    """One layer's gates, in fp32 whatever the model is cast to.
+
+    A module of its own, so that tools which name modules find it: peft keeps it with `modules_to_save: [gate]`.
+
+    Args:
+        num_heads: Query heads.
+        kind: Gate parameter -> share of memory.
+    """
+
+    def __init__(self, num_heads: int, kind: BalanceAct) -> None:
+        super().__init__()
+        self.kind = kind
+        self.weight = nn.Parameter(torch.zeros(num_heads, dtype=torch.float32))
+
+    def forward(self, like: Tensor) -> Tensor:
+        """The share of memory of each head, [H, 1], in the dtype of `like`."""
+        return activate_gate(self.weight, self.kind).to(like.dtype).unsqueeze(-1)
+
+    def reset(self, settings: InfiniAttentionConfig) -> None:
+        """The start that the configuration asks for; gates that came from a checkpoint stay."""
+        if settings.balance_init_type == "randn":
+            init.normal_(self.weight)
+        else:
+            init.constant_(self.weight, settings.balance_init_value)
+
+    def _apply(self, fn, recurse: bool = True):
+        # `model.bfloat16()` and Lightning's bf16-true cast every parameter. A gate in bf16 stops moving as soon as its
+        # step is smaller than the spacing of bf16 numbers (1/64 at 2), so it stays as it was.
+        before = self.weight.data
+        super()._apply(fn, recurse)
+        if self.weight.dtype in (torch.bfloat16, torch.float16) and not before.is_meta:
+            self.weight.data = before.to(self.weight.device, torch.float32)
+        return self
 
 
 def activate_gate(gate_H: Tensor, kind: BalanceAct) -> Tensor:
@@ -26,12 +63,19 @@ def activate_gate(gate_H: Tensor, kind: BalanceAct) -> Tensor:
 
 
 def gate_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The gate of every layer, first layer first: what an optimizer group of its own should hold."""
-    return [parameter for name, parameter in model.named_parameters() if name.endswith("self_attn.gate")]
+    """The gates of every layer that has a memory, first layer first: an optimizer group of their own."""
+    return [module.weight for module in model.modules() if isinstance(module, Gate)]
 
 
 @torch.no_grad()
 def gate_values(model: nn.Module) -> Tensor:
-    """The share of memory in every head's output, [layers, heads], in fp32: for logs and pictures."""
-    kind = model.config.infini_attention.balance_act_type
-    return torch.stack([activate_gate(gate.float(), kind) for gate in gate_parameters(model)])
+    """The share of memory in every head's output, [layers with a memory, heads], in fp32: for logs and pictures."""
+    shares = [
+        activate_gate(_whole(gate.weight).float(), gate.kind) for gate in model.modules() if isinstance(gate, Gate)
+    ]
+    return torch.stack(shares)
+
+
+def _whole(weight: Tensor) -> Tensor:
+    """All of a parameter that may be sharded over devices (FSDP)."""
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight

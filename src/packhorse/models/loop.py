@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
 from packhorse.models.config import InfiniAttentionConfig
-from packhorse.models.gates import activate_gate
+from packhorse.models.gates import Gate
 from packhorse.models.memory import feature_map, normalise, retrieve, write
 from packhorse.models.segments import Segments
 
@@ -21,12 +21,12 @@ def attend_by_loop(
     key_BTGK: Tensor,
     value_BTGK: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
-    gate_H: Tensor,
+    gate: Gate | None,
     segments: Segments,
     settings: InfiniAttentionConfig,
     scaling: float,
 ) -> Tensor:
-    """The mixed output [B, T, H, K] of one layer; zero for masked tokens. No attention dropout."""
+    """The mixed output [B, T, H, K] of one layer; zero for masked tokens. No attention dropout. No gate: no memory."""
     num_repeats = query_BTHK.shape[2] // key_BTGK.shape[2]
     document_BT, index_BT = (x.expand(query_BTHK.shape[:2]) for x in segments.places(query_BTHK.device))
     output_BTHK = torch.zeros_like(query_BTHK)
@@ -39,8 +39,9 @@ def attend_by_loop(
                 key_1HSK, value_1HSK = (
                     repeat_kv(x[here].transpose(0, 1)[None], num_repeats) for x in (key_BTGK, value_BTGK)
                 )
-                local = _attend_locally(query_1HSK, key_1HSK, value_1HSK, position_embeddings, scaling)
-                if settings.turn_on_memory:
+                tables = _rotary_tables(position_embeddings, segments, here)
+                local = _attend_locally(query_1HSK, key_1HSK, value_1HSK, tables, scaling)
+                if gate is not None:
                     wide = torch.promote_types(local.dtype, torch.float32)
                     if settings.memory_qk_norm:
                         query_1HSK, key_1HSK = normalise(query_1HSK), normalise(key_1HSK)
@@ -49,7 +50,7 @@ def attend_by_loop(
                             answer = torch.zeros_like(local, dtype=wide)
                         else:
                             answer = retrieve(feature_map(query_1HSK.to(wide)), memory, normalizer, settings.memory_eps)
-                        mixed = _mix(local.to(wide), answer, gate_H, settings, is_first=memory is None)
+                        mixed = _mix(local.to(wide), answer, gate, settings, is_first=memory is None)
                         every = settings.detach_every_n_segments
                         if every is not None and index > 0 and index % every == 0:
                             memory, normalizer = memory.detach(), normalizer.detach()
@@ -64,17 +65,23 @@ def attend_by_loop(
     return output_BTHK
 
 
-def _attend_locally(query_1HSK, key_1HSK, value_1HSK, position_embeddings, scaling) -> Tensor:
+def _rotary_tables(position_embeddings, segments: Segments, here) -> list[Tensor]:
+    """One entry for each token that stands `here`, [1, S, K]."""
+    if len(position_embeddings[0]) == 1:  # positions begin again at every segment
+        return [x[:, : len(here[1])] for x in position_embeddings]
+    return [segments.unfold(x)[here][None] for x in position_embeddings]
+
+
+def _attend_locally(query_1HSK, key_1HSK, value_1HSK, tables, scaling) -> Tensor:
     length = query_1HSK.shape[2]
-    cos, sin = (x[:, :length] for x in position_embeddings)
-    query_1HSK, key_1HSK = apply_rotary_pos_emb(query_1HSK, key_1HSK, cos, sin)
+    query_1HSK, key_1HSK = apply_rotary_pos_emb(query_1HSK, key_1HSK, *tables)
     score_1HSS = query_1HSK @ key_1HSK.transpose(-1, -2) * scaling
     is_future_SS = torch.ones(length, length, dtype=torch.bool, device=score_1HSS.device).triu(1)
     return score_1HSS.masked_fill(is_future_SS, float("-inf")).softmax(-1).to(value_1HSK.dtype) @ value_1HSK
 
 
-def _mix(local, answer, gate_H, settings: InfiniAttentionConfig, is_first: bool) -> Tensor:
-    gate_H11 = activate_gate(gate_H, settings.balance_act_type).to(answer.dtype)[:, None, None]
+def _mix(local, answer, gate, settings: InfiniAttentionConfig, is_first: bool) -> Tensor:
+    gate_H11 = gate(answer).unsqueeze(-1)
     mixed = gate_H11 * answer + (1 - gate_H11) * local
     if is_first and settings.first_segment == "bypass":
         return local + 0 * mixed  # the gates keep a gradient, zero, as data-parallel training needs it

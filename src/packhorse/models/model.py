@@ -6,12 +6,13 @@ is recomputed for gradient checkpointing sees what it saw before. Between two ca
 `InfiniCache` that a caller hands in: `generate` makes one for itself, training never does.
 """
 
-from torch import LongTensor, Tensor, arange, is_grad_enabled, nn
+from torch import LongTensor, Tensor, is_grad_enabled, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
 from packhorse.models.attention import InfiniAttentionMixin
+from packhorse.models.gates import Gate
 from packhorse.models.segments import Segments, split_into_segments
 from packhorse.models.streaming import InfiniCache
 
@@ -28,8 +29,8 @@ class InfiniPreTrainedMixin:
 
     def _init_weights(self, module) -> None:
         super()._init_weights(module)
-        if isinstance(module, InfiniAttentionMixin):
-            module.reset_gate()
+        if isinstance(module, Gate):
+            module.reset(self.config.infini_attention)
 
 
 class InfiniModelMixin:
@@ -80,15 +81,15 @@ class InfiniModelMixin:
             )
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         shape, device = hidden_states.shape[:2], hidden_states.device
-        segment_length = self.config.infini_attention.segment_length
+        settings = self.config.infini_attention
         if past_key_values is not None:
-            segments, num_places = past_key_values.plan(shape, attention_mask, position_ids, device), segment_length + 1
+            segments = past_key_values.plan(shape, attention_mask, position_ids, device)
         else:
             if segments is None:
-                segments = split_into_segments(shape, segment_length, position_ids, attention_mask)
-            segments, num_places = segments.to(device), segments.width
-        place_1S = arange(num_places, device=device)[None]
-        position_embeddings = self.rotary_emb(hidden_states, position_ids=place_1S)
+                segments = split_into_segments(shape, settings.segment_length, position_ids, attention_mask)
+            segments = segments.to(device)
+        positions = segments.positions(settings.rotary_restart, device)
+        position_embeddings = self.rotary_emb(hidden_states, position_ids=positions)
 
         for layer in self.layers:
             hidden_states = layer(

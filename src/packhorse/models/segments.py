@@ -23,6 +23,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from packhorse.models.config import RotaryRestart
 from packhorse.models.recurrence import RunningDelta, RunningSum, delay
 
 
@@ -84,6 +85,12 @@ class RegularSegments:
         """(document, segment of the document) of every token, [1, T] because all rows are alike."""
         index_T = torch.arange(self.per_row * self.width, device=device) // self.width
         return torch.zeros_like(index_T)[None], index_T[None]
+
+    def positions(self, restart: RotaryRestart, device: torch.device) -> Tensor:
+        """Rotary positions of a segment's places: [1, S], or [N, S] where no segment begins at 0 but the first."""
+        if restart == "segment":
+            return torch.arange(self.width, device=device)[None]
+        return torch.arange(self.per_row * self.width, device=device).view(-1, self.width).repeat(self.rows, 1)
 
     def _by_row(self, x_N: Tensor) -> Tensor:
         return x_N.unflatten(0, (self.rows, self.per_row))
@@ -155,6 +162,15 @@ class RaggedSegments:
     def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """(document, segment of the document) of every token, [B, T]."""
         return self.document_BT.to(device), self.index_BT.to(device)
+
+    def positions(self, restart: RotaryRestart, device: torch.device) -> Tensor:
+        """Rotary positions of a segment's places: [1, S], or [N, S] where no segment begins at 0 but the first."""
+        place_1S = torch.arange(self.width, device=device)[None]
+        if restart == "segment":
+            return place_1S
+        sizes = torch.tensor(self.group_sizes, device=device)
+        index_N = torch.arange(len(sizes), device=device).repeat_interleave(sizes)
+        return index_N[:, None] * self.width + place_1S
 
 
 Segments = RegularSegments | RaggedSegments

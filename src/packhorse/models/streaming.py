@@ -28,8 +28,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.models.llama.modeling_llama import rotate_half
 
-from packhorse.models.config import InfiniAttentionConfig
-from packhorse.models.gates import activate_gate
+from packhorse.models.config import InfiniAttentionConfig, RotaryRestart
+from packhorse.models.gates import Gate
 from packhorse.models.memory import normalise, read_memory, write_segment
 
 
@@ -41,6 +41,8 @@ class StreamStep:
     """Which of the call's tokens; any, where a row has fewer than P."""
     place_BP: Tensor
     """Their places in the segment; S, the place that nobody reads, where a row has fewer than P."""
+    start_B: Tensor
+    """Position of the segment's first token in the text."""
     width: int
     """Places in use after this step."""
     has_past_B: Tensor
@@ -137,6 +139,13 @@ class StreamPlan:
     is_masked_BT: Tensor
     seen_B: Tensor
     """Tokens of each row after this call, on the CPU."""
+
+    def positions(self, restart: RotaryRestart, device: torch.device) -> Tensor:
+        """Rotary positions of a segment's places: [1, S + 1], or [steps B, S + 1] where no segment begins at 0."""
+        place_1S = torch.arange(self.states[0].settings.segment_length + 1, device=device)[None]
+        if restart == "segment" or not self.steps:
+            return place_1S
+        return torch.cat([step.start_B for step in self.steps]).to(device)[:, None] + place_1S
 
 
 class InfiniCache(Cache):
@@ -237,24 +246,27 @@ def attend_by_stream(
     key_BTGK: Tensor,
     value_BTGK: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
-    gate_H: Tensor,
+    gate: Gate | None,
     state: InfiniCacheLayer,
     plan: StreamPlan,
     scaling: float,
 ) -> Tensor:
-    """The mixed output [B, T, H, K] of one layer, with `state` moved on; zero for masked tokens. No dropout."""
+    """The mixed output [B, T, H, K] of one layer, with `state` moved on; zero for masked tokens. No dropout.
+
+    Without a gate there is no memory.
+    """
     settings = state.settings
     row_B1 = torch.arange(len(query_BTHK), device=query_BTHK.device)[:, None]
-    gate_H1 = activate_gate(gate_H, settings.balance_act_type).unsqueeze(-1)
     outputs = []
-    for step in plan.steps:
+    for number, step in enumerate(plan.steps):
         query_BPHK, key_BPGK, value_BPGK = (x[row_B1, step.token_BP] for x in (query_BTHK, key_BTGK, value_BTGK))
         key_BWGK, value_BWGK = state.put(key_BPGK, value_BPGK, step)
-        mixed_BPHK = _attend_locally(query_BPHK, key_BWGK, value_BWGK, position_embeddings, step, scaling)
-        if settings.turn_on_memory:
+        tables = [x if len(x) == 1 else x.split(len(row_B1))[number] for x in position_embeddings]
+        mixed_BPHK = _attend_locally(query_BPHK, key_BWGK, value_BWGK, tables, step, scaling)
+        if gate is not None:
             answer_BPHK = state.read(query_BPHK)
             local_BPHK = mixed_BPHK.to(answer_BPHK.dtype)
-            mixed_BPHK = torch.lerp(local_BPHK, answer_BPHK, gate_H1.to(answer_BPHK.dtype))
+            mixed_BPHK = torch.lerp(local_BPHK, answer_BPHK, gate(answer_BPHK))
             if settings.first_segment == "bypass":
                 mixed_BPHK = torch.where(step.has_past_B[:, None, None, None], mixed_BPHK, local_BPHK)
             if step.full_rows is not None:
@@ -266,10 +278,11 @@ def attend_by_stream(
     return output_BTHK.masked_fill(plan.is_masked_BT[:, :, None, None], 0)
 
 
-def _attend_locally(query_BPHK, key_BWGK, value_BWGK, position_embeddings, step: StreamStep, scaling) -> Tensor:
-    cos_SK, sin_SK = (x[0] for x in position_embeddings)
-    query_BHPK = _rotate(query_BPHK, cos_SK[step.place_BP], sin_SK[step.place_BP])
-    key_BGWK = _rotate(key_BWGK, cos_SK[None, : step.width], sin_SK[None, : step.width])
+def _attend_locally(query_BPHK, key_BWGK, value_BWGK, tables, step: StreamStep, scaling) -> Tensor:
+    row_B1 = torch.arange(len(query_BPHK), device=query_BPHK.device)[:, None]
+    query_tables = (x.expand(len(row_B1), -1, -1)[row_B1, step.place_BP] for x in tables)
+    query_BHPK = _rotate(query_BPHK, *query_tables)
+    key_BGWK = _rotate(key_BWGK, *(x[:, : step.width] for x in tables))
     is_seen_BPW = torch.arange(step.width, device=query_BPHK.device) <= step.place_BP.unsqueeze(-1)
     return scaled_dot_product_attention(
         query_BHPK,
@@ -309,6 +322,7 @@ def _cut(seen_B: Tensor, real_BT: Tensor, segment_length: int, device: torch.dev
             StreamStep(
                 token_BP=token_BP.to(device),
                 place_BP=torch.where(is_taken_BP, place_B[:, None] + offset_P, segment_length).to(device),
+                start_B=(seen_B + done_B - place_B).to(device),
                 width=int(end_B.max()),
                 has_past_B=(seen_B + done_B >= segment_length).to(device),
                 full_rows=full_rows.to(device) if len(full_rows) else None,

@@ -1,9 +1,24 @@
-"""The hall: the only room that knows the others, and Lightning."""
+"""The hall: the only room that knows the others, and Lightning.
 
-from packhorse.training.checkpoints import RecoveryCheckpoint
-from packhorse.training.datamodule import TokenDataModule
-from packhorse.training.module import LanguageModule, ScheduleSettings
-from packhorse.training.monitors import RunReport
-from packhorse.training.plan import RunPlan
+The public names are loaded when they are used: what needs no torch stays quick.
+"""
 
-__all__ = ["LanguageModule", "RecoveryCheckpoint", "RunPlan", "RunReport", "ScheduleSettings", "TokenDataModule"]
+import importlib
+
+_PUBLIC = {
+    "BestCheckpoint": "packhorse.training.checkpoints",
+    "LanguageModule": "packhorse.training.module",
+    "RecoveryCheckpoint": "packhorse.training.checkpoints",
+    "RunPlan": "packhorse.training.plan",
+    "RunReport": "packhorse.training.monitors",
+    "ScheduleSettings": "packhorse.training.module",
+    "TokenDataModule": "packhorse.training.datamodule",
+}
+
+__all__ = list(_PUBLIC)
+
+
+def __getattr__(name: str):
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'packhorse.training' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from packhorse.corpus.sources import named_in_configuration
 from packhorse.errors import PackhorseError, SettingsError
-from packhorse.training.checkpoints import RecoveryCheckpoint
+from packhorse.training.checkpoints import BestCheckpoint, RecoveryCheckpoint
 from packhorse.training.datamodule import TokenDataModule
 from packhorse.training.module import LanguageModule
 from packhorse.training.monitors import RunReport
@@ -28,8 +28,9 @@ class PackhorseCLI(LightningCLI):
     """LightningCLI with our defaults."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """A group `checkpoint:` for the checkpoints from which a run goes on."""
+        """Groups `checkpoint:`, from which a run goes on, and `best_checkpoint:`."""
         parser.add_lightning_class_args(RecoveryCheckpoint, "checkpoint")
+        parser.add_lightning_class_args(BestCheckpoint, "best_checkpoint")
         parser.set_defaults(
             {
                 "checkpoint.filename": "step={step:08d}",
@@ -156,6 +157,7 @@ def _quieten() -> None:
         ".*does not have many workers.*",  # a batch is read faster than a worker process could hand it over
         ".*overridden `on_before_batch_transfer`.*",  # which is what we want
         ".*treespec, LeafSpec.*",
+        ".*The dirpath has changed from.*",  # a run that goes on has a folder of its own
         ".*your dataloader is not resumable.*",  # it is: our sampler begins where the run stopped
     ):
         warnings.filterwarnings("ignore", message=message)

@@ -91,8 +91,10 @@ class LanguageModule(LightningModule):
         infini_attention: How attention splits a document into segments and what it remembers.
         optimizer: Any torch optimizer by class path; weight decay applies to matrices only.
         schedule: How the learning rate goes over the run.
-        balance_factor_lr: Peak learning rate of the gates, which have to travel far.
-        balance_factor_weight_decay: Weight decay of the gates; it pulls them to one half, so 0.
+        balance_factor_lr: Peak learning rate of the gates, which have to travel far; 0.01 if neither this nor
+            `infini_attention.balance_factor_lr` says otherwise.
+        balance_factor_weight_decay: Weight decay of the gates, here or in `infini_attention`; it pulls them to one
+            half, so 0 if neither is given.
         gradient_checkpointing: Compute activations twice instead of keeping them.
     """
 
@@ -104,8 +106,8 @@ class LanguageModule(LightningModule):
         infini_attention: InfiniAttentionConfig = InfiniAttentionConfig(),  # noqa: B008 (it is frozen)
         optimizer: OptimizerCallable = AdamW,
         schedule: ScheduleSettings = ScheduleSettings(),
-        balance_factor_lr: float = 1e-2,
-        balance_factor_weight_decay: float = 0.0,
+        balance_factor_lr: float | None = None,
+        balance_factor_weight_decay: float | None = None,
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
@@ -115,8 +117,10 @@ class LanguageModule(LightningModule):
         self.model_config, self.family, self.pretrained = dict(config or {}), family, pretrained
         self.infini_attention, self.schedule_settings = infini_attention, schedule
         self.optimizer_callable = optimizer
-        self.balance_factor_lr = balance_factor_lr
-        self.balance_factor_weight_decay = balance_factor_weight_decay
+        self.balance_factor_lr = _said_once(infini_attention, "balance_factor_lr", balance_factor_lr, 1e-2)
+        self.balance_factor_weight_decay = _said_once(
+            infini_attention, "balance_factor_weight_decay", balance_factor_weight_decay, 0.0
+        )
         self.gradient_checkpointing = gradient_checkpointing
         self.model: PreTrainedModel | None = None
         self.schedule: Schedule | None = None
@@ -300,6 +304,21 @@ def _check_config(config: dict[str, Any], family: str) -> None:
     known = {field.name for field in fields(FAMILIES[family][0])} - {"infini_attention"}
     if unknown := sorted(set(config) - known):
         raise SettingsError(f"`config` has no field {', '.join(unknown)}. Known are: {', '.join(sorted(known))}.")
+
+
+def _said_once(settings: InfiniAttentionConfig, name: str, value: float | None, default: float) -> float:
+    """A setting that may stand in either of two groups, but not twice with two values."""
+    given = {
+        place: x
+        for place, x in (("model", value), ("model.infini_attention", getattr(settings, name)))
+        if x is not None
+    }
+    if len(set(given.values())) > 1:
+        raise SettingsError(
+            f"{name} is {given['model']} in `model` and {given['model.infini_attention']} in "
+            "`model.infini_attention`. Leave one of the two out."
+        )
+    return next(iter(given.values()), default)
 
 
 def _family_of(config: PreTrainedConfig) -> str:

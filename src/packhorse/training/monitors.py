@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from packhorse.cache.progress import say
 from packhorse.models import gate_values
+from packhorse.training.checkpoints import BestCheckpoint
 
 
 class RunReport(Callback):
@@ -204,7 +205,8 @@ def _duration(seconds: float) -> str:
 
 
 def _last_checkpoint(trainer: Trainer) -> str | None:
-    for callback in trainer.callbacks:
+    # The recovery checkpoint before the best one: it is what the run ended with.
+    for callback in sorted(trainer.checkpoint_callbacks, key=lambda callback: isinstance(callback, BestCheckpoint)):
         if isinstance(callback, ModelCheckpoint):
             path = callback.last_model_path or callback.best_model_path
             if path:
