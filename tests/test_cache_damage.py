@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from conftest import all_tokens, file_bytes, make_texts, payloads, write_jsonl
-from packhorse.cache import Cache
+from packhorse.cache import Cache, store
+from packhorse.cache.plan import Plan
 from packhorse.cache.record import chunk_path, read_record, record_path
+from packhorse.cache.snapshot import Index
 from packhorse.errors import CacheCorruptionError, CacheError, CacheIncompleteError
 
 
@@ -24,8 +26,6 @@ def cache(build, tmp_path):
 
 def read_everything(folder):
     """All tokens of a cache; every derived and every original file is read on the way."""
-    from packhorse.cache.plan import Plan
-
     cache = Cache(folder)
     Plan(folder)
     _ = cache.summary
@@ -228,3 +228,59 @@ def test_a_damaged_tokenizer_copy_is_refused_before_anything_is_built_with_it(ca
     write_jsonl(tmp_path / "a.jsonl", make_texts(30, seed=4), "a")
     with pytest.raises(CacheCorruptionError, match=r"tokenizer\.json is damaged"):
         rebuilt(build, tmp_path)
+
+
+# -- valid, but not what it should be
+
+
+def reseal(path, change):
+    """Change the value of a sealed file, and seal it again: what an old or hostile writer could have written."""
+    value = store.read_sealed(path)
+    change(value)
+    path.write_bytes(store.seal(value))
+
+
+@pytest.mark.parametrize("name", ["../../elsewhere", "/etc/passwd", "..", "a/../../b", "", ".", "a//b"])
+def test_names_of_tokenizer_files_never_lead_out_of_the_cache(cache, name):
+    digest = "0" * 64
+    reseal(cache.folder / "recipe.json", lambda value: value["tokenizer_files"].update({name: digest}))
+    with pytest.raises(CacheCorruptionError, match="cannot be called"):
+        Cache(cache.folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("probe", "../../elsewhere"), ("probe", "0" * 64 + "\n"), ("kind", "/../../x"), ("packed", ".exe"), ("size", -1)],
+)
+def test_a_page_of_the_plan_cannot_name_a_spool_outside_of_the_cache(cache, field, value):
+    page = cache.folder / "plan/000000.json"
+    reseal(page, lambda content: content["files"][0].update({field: value}))
+    with pytest.raises(CacheCorruptionError, match="not a page of a plan"):
+        Plan(cache.folder)
+
+
+@pytest.mark.parametrize("name", ["recipe.json", "plan/000000.json", "records/000000/00000001.json", "index"])
+def test_a_metadata_file_that_is_a_pipe_or_a_folder_is_refused_and_never_waited_for(cache, name):
+    path = cache.folder / name
+    path = next(path.iterdir()) if path.is_dir() else path
+    path.unlink()
+    for make in (os.mkfifo, os.mkdir):
+        make(path)
+        with pytest.raises(CacheCorruptionError, match=path.name):
+            read_everything(cache.folder)
+        os.rmdir(path) if path.is_dir() else path.unlink()
+
+
+def test_a_record_with_another_number_of_sequences_is_refused_when_its_chunk_is_opened(cache):
+    reseal(record_path(cache.folder, 0), lambda value: value.update(train_sequences=value["train_sequences"] - 1))
+    shutil.rmtree(cache.folder / "index")
+    Index(cache.folder).extend(1, lambda record: True)
+    with pytest.raises(CacheCorruptionError, match="other numbers of sequences"):
+        Cache(cache.folder).read([0])
+
+
+def test_a_damaged_tokenizer_copy_decodes_nothing(cache):
+    path = cache.folder / "tokenizer/tokenizer.json"
+    path.write_bytes(path.read_bytes().replace(b"the", b"teh", 1))
+    with pytest.raises(CacheCorruptionError, match=r"tokenizer\.json is damaged"):
+        Cache(cache.folder).decode([1, 2, 3])

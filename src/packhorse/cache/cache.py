@@ -20,7 +20,7 @@ import numpy as np
 
 from packhorse.cache.chunk import token_bits
 from packhorse.cache.reader import SequenceReader, Split
-from packhorse.cache.recipe import Recipe, read_identity
+from packhorse.cache.recipe import Recipe, read_identity, tokenizer_json
 from packhorse.cache.record import Record, read_record, record_path
 from packhorse.cache.settings import CacheSettings
 from packhorse.cache.snapshot import Index, Snapshot
@@ -199,25 +199,24 @@ class Cache:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without special tokens."""
-        if (self.tokenizer_folder / "tokenizer.json").exists():
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(str(self.tokenizer_folder)).encode(text, add_special_tokens=False)
-
-    @cached_property
-    def _tokenizer(self):
-        from tokenizers import Tokenizer
-
-        return Tokenizer.from_file(str(self.tokenizer_folder / "tokenizer.json"))
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids if isinstance(ids, list) else ids.ids
 
     def decode(self, tokens) -> str:
         """The text of some ids, special tokens included."""
-        if (self.tokenizer_folder / "tokenizer.json").exists():
-            return self._tokenizer.decode([int(t) for t in tokens], skip_special_tokens=False)
+        return self._tokenizer.decode([int(t) for t in tokens], skip_special_tokens=False)
+
+    @cached_property
+    def _tokenizer(self):
+        """Of `tokenizers`, or of transformers where there is no other; of files that are as the recipe says."""
+        text = tokenizer_json(self.folder, self.identity)
+        if text:
+            from tokenizers import Tokenizer
+
+            return Tokenizer.from_str(text)
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(str(self.tokenizer_folder)).decode(tokens)
+        return AutoTokenizer.from_pretrained(str(self.tokenizer_folder))
 
 
 def cache_root(settings: CacheSettings) -> Path:

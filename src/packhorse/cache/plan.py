@@ -11,16 +11,25 @@ A file is known by its content (size and probe), not by its name: a moved folder
 changed is refused, a text file to which lines were appended is continued.
 """
 
+import re
 from bisect import bisect_right
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from packhorse.cache import store
+from packhorse.cache.typed import make, refuse_unless
+from packhorse.corpus.files import COMPRESSIONS
 from packhorse.errors import CacheCorruptionError
 
 Range = tuple[int, int, int]
 """(file number, start, stop): rows of a table, or bytes."""
+
+
+KINDS = ("parquet", "arrow", "jsonl", "line", "paragraph", "document")
+PACKINGS = ("", *COMPRESSIONS, "array", "stream")
+
+_HASH = re.compile(r"\A[0-9a-f]{64}\Z")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,12 +139,16 @@ class Plan:
 
 
 def _page_from(value: dict[str, Any], where: Path) -> Page:
-    try:
-        value["files"] = [PlannedFile(**file) for file in value["files"]]
-        value["entries"] = [[(int(n), int(a), int(b)) for n, a, b in entry] for entry in value["entries"]]
-        page = Page(**value)
-        if page.format != 1:
-            raise ValueError(f"format {page.format} is not known")
-    except (TypeError, ValueError, KeyError) as error:
-        raise CacheCorruptionError(f"{where} is not a page of a plan: {error}.") from None
+    what = "a page of a plan"
+    page = make(Page, value, where, what)
+    refuse_unless(page.format == 1, where, what, f"format {page.format} is not known")
+    for file in page.files:
+        # Spools are named after these, and removed by that name.
+        refuse_unless(bool(_HASH.match(file.probe)), where, what, f"the probe {file.probe!r:.100} is not a SHA-256")
+        refuse_unless(file.kind in KINDS, where, what, f"files of kind {file.kind!r:.100} are not known")
+        refuse_unless(file.packed in PACKINGS, where, what, f"files packed as {file.packed!r:.100} are not known")
+    num_files = page.first_file + len(page.files)
+    for entry in page.entries:
+        is_sensible = entry and all(number < num_files and start < stop for number, start, stop in entry)
+        refuse_unless(bool(is_sensible), where, what, f"the entry {entry!r:.100} makes no sense")
     return page

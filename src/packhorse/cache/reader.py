@@ -9,7 +9,6 @@ an error.
 
 import hashlib
 import os
-import stat
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 
 from packhorse.cache.chunk import Header, decode_block, decode_header, decode_index, unpack_tokens
 from packhorse.cache.record import chunk_path
+from packhorse.cache.regular import open_file
 from packhorse.cache.snapshot import Snapshot
 from packhorse.errors import CacheCorruptionError, CacheIncompleteError
 
@@ -27,10 +27,7 @@ OPEN_CHUNKS = 256
 
 Split = Literal["train", "eval"]
 
-# A link could lead anywhere, and opening a pipe would wait for ever.
-_OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-
-REPAIR = "Run `packhorse cache validate` to see what else is damaged; moving the file away and building makes it again."
+REPAIR = "`packhorse cache validate` says what else is damaged; `packhorse cache repair` makes it again."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +60,12 @@ class ChunkReader:
     def __init__(self, path: Path, chunk: int, recipe_digest: str, index_sha256: bytes | None) -> None:
         self.path = path
         try:
-            self._descriptor = os.open(path, _OPEN_FLAGS)
+            self._descriptor = open_file(path)
         except FileNotFoundError:
             raise CacheIncompleteError(
                 f"The file of chunk {chunk} is missing: {path}.\n`packhorse cache build` makes it again."
             ) from None
-        except OSError as error:
-            raise CacheCorruptionError(f"{path} cannot be opened: {error.strerror}.\n{REPAIR}") from None
-        status = os.fstat(self._descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise CacheCorruptionError(f"{path} is not a file.\n{REPAIR}")
-        size = status.st_size
+        size = os.fstat(self._descriptor).st_size
         head = os.pread(self._descriptor, 16_384, 0)
         self.header: Header = decode_header(head, path)
         if self.header.index_bytes > size:
@@ -239,8 +231,11 @@ class SequenceReader:
             row = self.snapshot.row(number)
             path = chunk_path(self.folder, number, bytes(row["file_sha256"].item()).hex())
             reader = ChunkReader(path, number, self.recipe_digest, bytes(row["index_sha256"].item()))
-            if reader.header.sequence_length != self.sequence_length or reader.header.bits != self.bits:
+            header = reader.header
+            if header.sequence_length != self.sequence_length or header.bits != self.bits:
                 raise CacheCorruptionError(f"{path} holds sequences of another kind than its recipe says.\n{REPAIR}")
+            if (header.num_train, header.num_eval) != (int(row["train"]), int(row["eval"])):
+                raise CacheCorruptionError(f"{path} has other numbers of sequences than its record says.\n{REPAIR}")
             self._open[number] = reader
             if len(self._open) > OPEN_CHUNKS:
                 self._open.popitem(last=False)[1].close()

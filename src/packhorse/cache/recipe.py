@@ -6,18 +6,30 @@ or another packing a cache is another cache.
 """
 
 import hashlib
-from dataclasses import dataclass, fields, replace
+import re
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from packhorse.cache import store
+from packhorse.cache.regular import read_file
 from packhorse.cache.settings import CacheSettings
+from packhorse.cache.typed import make, refuse_unless
 from packhorse.corpus.filters import normal_filters
 from packhorse.corpus.tokenizer import TokenizerContent, TokenizerFacts
 from packhorse.errors import CacheCorruptionError, CacheIncompleteError, SettingsError, TokenizerError
 
 FORMAT = 1
 """The version of the folder, the chunk files and the records. Readers refuse what they do not know."""
+
+MAX_BYTES = 2**20
+"""A larger recipe.json is refused unread."""
+
+MAX_TOKENIZER_BYTES = 2**30
+
+_PLAIN = re.compile(r"\A(?!\.\.?\Z)[\w.+ -]+\Z")
+"""What a part of a file's name may be: no way out of the folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,18 +149,41 @@ def read_identity(folder: Path) -> Identity:
     """
     path = folder / "recipe.json"
     try:
-        value = store.read_sealed(path)
+        value = store.read_sealed(path, MAX_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise CacheIncompleteError(f"There is no cache in {folder} yet. `packhorse cache build` makes it.") from None
+    recipe = value.get("recipe")
+    if isinstance(recipe, dict) and recipe.get("format") != FORMAT:
+        raise CacheCorruptionError(
+            f"{path} has format {recipe.get('format')!r:.20}; this version of packhorse reads format {FORMAT}."
+        )
+    identity = make(Identity, value, path, "a recipe")
     try:
-        if value["recipe"]["format"] != FORMAT:
-            raise CacheCorruptionError(
-                f"{path} has format {value['recipe']['format']}; this version of packhorse reads format {FORMAT}."
-            )
-        recipe = Recipe(**value["recipe"])
-        return Identity(**{**value, "recipe": replace(recipe, filters=normal_filters(recipe.filters))})
-    except (KeyError, TypeError, SettingsError) as error:
-        raise CacheCorruptionError(f"{path} is not a recipe: {error!r}.") from None
+        filters = normal_filters(identity.recipe.filters)
+    except SettingsError as error:
+        raise CacheCorruptionError(f"{path} is not a recipe: {error}") from None
+    refuse_unless(filters == identity.recipe.filters, path, "a recipe", "its filters are not in their normal form")
+    _refuse_nonsense(identity, path)
+    return identity
+
+
+def _refuse_nonsense(identity: Identity, path: Path) -> None:
+    recipe, what = identity.recipe, "a recipe"
+    hints = get_type_hints(CacheSettings)
+    for name in ("packing", "sample_by", "long_documents"):
+        value = getattr(recipe, name)
+        refuse_unless(value in get_args(hints[name]), path, what, f"{name} is {value!r:.100}")
+    length, size = recipe.sequence_length, recipe.vocab_size
+    refuse_unless(1 < length <= 131_072, path, what, f"sequence_length is {length}")
+    refuse_unless(recipe.overlap < length, path, what, f"overlap is {recipe.overlap}")
+    refuse_unless(0 < size <= 2**32, path, what, f"vocab_size is {size}")
+    refuse_unless(0 <= recipe.eval_share < 1, path, what, f"eval_share is {recipe.eval_share}")
+    for name in ("bos_id", "eos_id", "pad_id"):
+        value = getattr(recipe, name)
+        refuse_unless(value is None or value < size, path, what, f"{name} is {value} in a vocabulary of {size}")
+    for name in identity.tokenizer_files:
+        is_plain = all(_PLAIN.match(part) for part in name.split("/"))
+        refuse_unless(is_plain, path, what, f"a file of a tokenizer cannot be called {name!r:.100}")
 
 
 def tokenizer_json(folder: Path, identity: Identity) -> str:
@@ -157,15 +192,18 @@ def tokenizer_json(folder: Path, identity: Identity) -> str:
     Raises:
         CacheCorruptionError: a file of the copy is damaged or missing.
     """
-    for name, digest in identity.tokenizer_files.items():
-        path = folder / "tokenizer" / name
-        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-            raise CacheCorruptionError(
-                f"{path} is damaged or missing; no text was tokenized with it.\n"
-                "Remove the folder `tokenizer` and the recipe.json beside it and build again: chunks stay."
-            )
-    return (
-        (folder / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8")
-        if ("tokenizer.json" in identity.tokenizer_files)
-        else ""
+    content = {
+        name: _verified(folder / "tokenizer" / name, digest) for name, digest in identity.tokenizer_files.items()
+    }
+    return content.get("tokenizer.json", b"").decode()
+
+
+def _verified(path: Path, sha256: str) -> bytes:
+    with suppress(FileNotFoundError, NotADirectoryError, CacheCorruptionError):
+        data = read_file(path, MAX_TOKENIZER_BYTES)
+        if hashlib.sha256(data).hexdigest() == sha256:
+            return data
+    raise CacheCorruptionError(
+        f"{path} is damaged or missing; no text was tokenized with it.\n"
+        "`packhorse cache repair --config ...` takes it from the tokenizer of the settings again."
     )

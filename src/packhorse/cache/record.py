@@ -5,18 +5,27 @@ counts, totals, indexes and snapshots are derived from records.
 """
 
 import re
-import typing
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from packhorse.cache import store
 from packhorse.cache.plan import Range
+from packhorse.cache.typed import make, refuse_unless
 from packhorse.errors import CacheCorruptionError, NonDeterministicBuildError
 
 FOLDER_CHUNKS = 1_000
 """Chunks in one folder."""
 
+MAX_RECORD_BYTES = 16 * 2**20
+
 _HASH = re.compile(r"\A[0-9a-f]{64}\Z")
+_BOUNDS = (
+    ("eval_documents", "documents"),
+    ("cut_documents", "documents"),
+    ("documents", "pieces"),
+    ("sequences", "pieces"),
+)
+"""(count, what it cannot be above)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,23 +142,21 @@ def read_record(folder: Path, chunk: int) -> Record:
         CacheCorruptionError: the record is damaged, or does not belong here.
     """
     path = record_path(folder, chunk)
-    value = store.read_sealed(path)
-    hints = typing.get_type_hints(Record)
-    # Records of older versions lack the fields that have a default.
-    if not {f.name for f in fields(Record) if f.default is MISSING} <= set(value) <= {f.name for f in fields(Record)}:
-        raise CacheCorruptionError(f"{path} is not a commit record: its fields are not those of a record.")
-    for name, item in value.items():
-        if hints[name] is int and not (type(item) is int and 0 <= item < 2**63):
-            raise CacheCorruptionError(f"{path} is not a commit record: {name} is {item!r}.")
-        if (hints[name] is str and type(item) is not str) or (name.endswith("sha256") and not _HASH.match(item)):
-            raise CacheCorruptionError(f"{path} is not a commit record: {name} is {item!r}.")
-    try:
-        value["ranges"] = [(int(n), int(a), int(b)) for n, a, b in value["ranges"]]
-    except (TypeError, ValueError):
-        raise CacheCorruptionError(f"{path} is not a commit record: its ranges make no sense.") from None
-    if value["chunk"] != chunk or value.get("format") != 1:
-        raise CacheCorruptionError(f"{path} is the record of chunk {value['chunk']} in format {value.get('format')}.")
-    return Record(**value)
+    what = f"the commit record of chunk {chunk}"
+    record = make(Record, store.read_sealed(path, MAX_RECORD_BYTES), path, what)
+    if record.chunk != chunk or record.format != 1:
+        raise CacheCorruptionError(f"{path} is the record of chunk {record.chunk} in format {record.format}.")
+    for name in ("recipe", "payload_sha256", "file_sha256", "index_sha256"):
+        refuse_unless(bool(_HASH.match(getattr(record, name))), path, what, f"{name} is not a SHA-256")
+    for count, limit in _BOUNDS:
+        problem = f"{count} is {getattr(record, count):,}, and {limit} {getattr(record, limit):,}"
+        refuse_unless(getattr(record, count) <= getattr(record, limit), path, what, problem)
+    refuse_unless(
+        record.pieces <= record.tokens < 2**40, path, what, f"{record.tokens:,} tokens, {record.pieces:,} pieces"
+    )
+    refuse_unless(record.pieces < 2**32 > record.documents, path, what, f"{record.pieces:,} pieces")
+    refuse_unless(all(start < stop for _, start, stop in record.ranges), path, what, "a range is empty")
+    return record
 
 
 def committed_chunks(folder: Path) -> list[int]:

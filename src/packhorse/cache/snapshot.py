@@ -35,6 +35,7 @@ import numpy as np
 
 from packhorse.cache import store
 from packhorse.cache.record import Record, read_record
+from packhorse.cache.regular import read_file
 from packhorse.errors import CacheCorruptionError, CacheIncompleteError
 
 PAGE_CHUNKS = 4_096
@@ -206,8 +207,7 @@ class Index:
     def _read(self, page: int, size: int) -> bytes:
         """The first bytes of a page."""
         try:
-            with self._path(page).open("rb") as file:
-                return file.read(size)
+            return read_file(self._path(page), size)
         except FileNotFoundError:
             # A builder has published a longer page in its place: it begins with the same rows.
             self.reload()

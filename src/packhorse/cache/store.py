@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from packhorse.cache.regular import read_file
 from packhorse.errors import CacheCorruptionError, StorageFullError, StorageIOError
 
 MAX_JSON_BYTES = 256 * 2**20
@@ -169,18 +170,21 @@ def seal(value: dict[str, Any]) -> bytes:
     return canonical({**value, "sha256": hashlib.sha256(canonical(value)).hexdigest()})
 
 
-def read_sealed(path: Path) -> dict[str, Any]:
+def read_sealed(path: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """The value that `seal` wrote.
+
+    Args:
+        path: The file.
+        most: Refuse it unread when it has more bytes.
 
     Raises:
         FileNotFoundError: there is no such file.
         CacheCorruptionError: the file is not exactly what `seal` writes.
     """
-    with path.open("rb") as file:
-        data = file.read(MAX_JSON_BYTES + 1)
+    data = read_file(path, most + 1)
     try:
-        if len(data) > MAX_JSON_BYTES:
-            raise ValueError(f"larger than {MAX_JSON_BYTES} bytes")
+        if len(data) > most:
+            raise ValueError(f"larger than {most} bytes")
         value = json.loads(data)
         if not isinstance(value, dict):
             raise ValueError("not a JSON object")
@@ -189,7 +193,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
             raise ValueError("its SHA-256 does not match its content")
     except (ValueError, RecursionError) as error:
         raise CacheCorruptionError(
-            f"{path} is damaged: {error}.\nMove the file away; `packhorse cache build` makes what can be rebuilt again."
+            f"{path} is damaged: {error}.\n`packhorse cache repair` rebuilds what can be rebuilt, and says what cannot."
         ) from None
     return value
 

@@ -13,6 +13,7 @@ from packhorse.cache.cache import cache_root
 from packhorse.cache.progress import say
 from packhorse.cache.settings import CacheSettings
 from packhorse.cache.spool import unpack
+from packhorse.cache.typed import make, refuse_unless
 from packhorse.corpus.documents import Skipped, file_length, read_documents
 from packhorse.corpus.sources import Deferred, Files, Source, check_sources
 from packhorse.corpus.tokenizer import (
@@ -57,15 +58,18 @@ def resolve_tokenizer(
     path = locate_tokenizer(settings.tokenizer)
     # What was read once is remembered by the hash of the files, so that a start does not parse megabytes of JSON.
     # The ids of the probe set are the reference's: another version of it is asked again.
-    memo = cache_root(settings) / "tokenizers" / f"{raw_digest(path)}-{version('tokenizers')}.json"
+    key = f"{raw_digest(path)}-{version('tokenizers')}"
+    memo = cache_root(settings) / "tokenizers" / f"{key}.json"
     try:
-        return TokenizerFacts(**store.read_sealed(memo)), None
-    except (FileNotFoundError, CacheCorruptionError, TypeError):
+        value = store.read_sealed(memo)
+        refuse_unless(value.get("of") == key, memo, "what its name says", "it is of another tokenizer")
+        return make(TokenizerFacts, value.get("facts"), memo, "the description of a tokenizer"), None
+    except (FileNotFoundError, CacheCorruptionError):
         on_new(path)
         content = read_tokenizer(path)
         if train:
             store.make_folder(memo.parent)
-            store.replace(memo, store.seal(asdict(content.facts)))
+            store.replace(memo, store.seal({"of": key, "facts": asdict(content.facts)}))
         return content.facts, content
 
 
