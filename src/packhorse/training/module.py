@@ -29,6 +29,7 @@ from packhorse.models import (
     gate_parameters,
     split_into_segments,
 )
+from packhorse.training.gate_budget import gate_schedule
 from packhorse.training.loss import TokenLoss, chunked_cross_entropy
 from packhorse.training.schedule import Schedule, warmup_steps
 from packhorse.training.step_mean import StepMean
@@ -124,6 +125,7 @@ class LanguageModule(LightningModule):
         self.gradient_checkpointing = gradient_checkpointing
         self.model: PreTrainedModel | None = None
         self.schedule: Schedule | None = None
+        self._peak = 0.0
         self.eval_loss = TokenLoss()
         self.step_loss: Tensor | None = None
         """Mean over all tokens of the last optimizer step, on all ranks the same."""
@@ -198,9 +200,20 @@ class LanguageModule(LightningModule):
                 f"Warm-up takes {self.schedule.warmup_steps:,} steps, the whole run only {self.schedule.total:,}: "
                 "the peak learning rate is never reached."
             )
-        # A plain function, looked up at every call: the schedule may learn of more steps later.
-        scheduler = LambdaLR(optimizer, lambda step: self.schedule.factor(step))
+        self._peak = optimizer.param_groups[0]["lr"]
+        # Plain functions, looked up at every call: the schedule may learn of more steps later.
+        factors = {"gates": lambda step: self.gate_schedule.factor(step)}
+        scheduler = LambdaLR(
+            optimizer,
+            [factors.get(group["name"], lambda step: self.schedule.factor(step)) for group in optimizer.param_groups],
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @property
+    def gate_schedule(self) -> Schedule:
+        """The gates' schedule: the run's, down to the same learning rate as everything else."""
+        assert self.schedule is not None
+        return gate_schedule(self.schedule, self._peak, self.balance_factor_lr)
 
     def forward(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Summed loss in nats, and over how many tokens."""

@@ -8,12 +8,13 @@ from pathlib import Path
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from packhorse.cache.progress import say
 from packhorse.models import gate_values
 from packhorse.training.checkpoints import BestCheckpoint
+from packhorse.training.gate_budget import gate_budget
 
 
 class RunReport(Callback):
@@ -151,9 +152,20 @@ def plan_lines(trainer: Trainer, module: LightningModule, plan, data, seconds: f
         f"  steps       {plan.steps:,} of {plan.global_batch} sequences = {plan.tokens:,} tokens",
         f"  model       {parameters:,} parameters, segments of {attention.segment_length}, "
         f"memory {'on' if attention.turn_on_memory else 'off'}",
+        *gate_lines(module),
         f"  memory      {memory}",
         f"  time        {expected}",
     ]
+
+
+def gate_lines(module: LightningModule) -> list[str]:
+    """How far the gates can travel, where there are any; warns when that is not far enough."""
+    if not module.infini_attention.turn_on_memory:
+        return []
+    allowed = gate_budget(module.infini_attention, module.gate_schedule, module.balance_factor_lr)
+    if not allowed.suffices:
+        rank_zero_warn(allowed.warning())
+    return [f"  gates       {allowed}"]
 
 
 @rank_zero_only
