@@ -16,7 +16,6 @@ order: nothing is carried over from, or into, another call.
 """
 
 import heapq
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,7 +78,7 @@ def pack(
     elif packing == "pad":
         placed = _pad(lengths, sequence_length)
     elif packing in ("best_fit", "window"):
-        placed = _best_fit(lengths.tolist(), sequence_length, overlap if packing == "window" else 0)
+        placed = _best_fit(lengths, sequence_length, overlap if packing == "window" else 0)
     else:
         raise ValueError(f"packing must be best_fit, concat, pad or window, not {packing!r}.")
     return _lay_out(*placed, ids, ends - lengths, sequence_length, pad_id)
@@ -107,94 +106,94 @@ def _pad(lengths: np.ndarray, sequence_length: int) -> tuple[np.ndarray, ...]:
     return sequences, documents, starts, np.minimum(lengths[documents] - starts, sequence_length)
 
 
-def _best_fit(lengths: list[int], sequence_length: int, overlap: int) -> tuple[np.ndarray, ...]:
+def _best_fit(lengths: np.ndarray, sequence_length: int, overlap: int) -> tuple[np.ndarray, ...]:
     """Bounded best fit; see Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830)."""
-    sequences: list[int] = []
-    documents: list[int] = []
-    starts: list[int] = []
-    sizes: list[int] = []
-    count = 0
-    # Open sequences by the space that is left. `spaces` is a bit set of the spaces that occur: the lowest set bit at
-    # or above a length is the best fit.
-    by_space: dict[int, list[int]] = {}
-    spaces = 0
-    num_open = 0
-    pieces: dict[int, int] = {}
-    fullest: list[int] = []  # heap of spaces, may name spaces that no longer occur
-
-    for group in _cut(lengths, sequence_length, overlap):
-        for document, start, length in group:
-            if length == sequence_length:
-                sequence, count = count, count + 1
-            else:
-                fitting = spaces >> length
-                if fitting:
-                    space = length + (fitting & -fitting).bit_length() - 1
-                    waiting = by_space[space]
-                    sequence = waiting.pop()
-                    if not waiting:
-                        del by_space[space]
-                        spaces ^= 1 << space
-                    num_open -= 1
-                else:
-                    space = sequence_length
-                    sequence, count = count, count + 1
-                    pieces[sequence] = 0
-                pieces[sequence] += 1
-                left = space - length
-                if left and pieces[sequence] < MAX_PIECES:
-                    if left in by_space:
-                        by_space[left].append(sequence)
-                    else:
-                        by_space[left] = [sequence]
-                        spaces |= 1 << left
-                        heapq.heappush(fullest, left)
-                    num_open += 1
-                else:
-                    del pieces[sequence]
-                if num_open > OPEN_SEQUENCES:
-                    while fullest[0] not in by_space:
-                        heapq.heappop(fullest)
-                    waiting = by_space[fullest[0]]
-                    del pieces[waiting.pop()]
-                    num_open -= 1
-                    if not waiting:
-                        del by_space[fullest[0]]
-                        spaces ^= 1 << fullest[0]
-            sequences.append(sequence)
-            documents.append(document)
-            starts.append(start)
-            sizes.append(length)
-    # Pieces of one sequence side by side, in the order in which they were placed.
-    sequence_numbers = np.array(sequences, np.int64)
-    order = np.argsort(sequence_numbers, kind="stable")
-    return (
-        sequence_numbers[order],
-        np.array(documents, np.int64)[order],
-        np.array(starts, np.int64)[order],
-        np.array(sizes, np.int64)[order],
-    )
-
-
-def _cut(lengths: list[int], sequence_length: int, overlap: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Pieces (document, start, length): whole sequences first, then up to LOOK_AHEAD rests, longest first."""
-    whole: list[tuple[int, int, int]] = []
-    rests: list[tuple[int, int, int]] = []
     step = sequence_length - overlap
-    for document, length in enumerate(lengths):
-        # The first start that leaves less than a sequence; what comes before it is whole sequences.
-        end = max(0, (length - overlap) // step * step)
-        whole.extend((document, start, sequence_length) for start in range(0, end, step))
-        if end + overlap < length or not end:
-            rests.append((document, end, length - end))
-        if len(rests) == LOOK_AHEAD:
-            yield whole + sorted(rests, key=_longest_first)
-            whole, rests = [], []
-    yield whole + sorted(rests, key=_longest_first)
+    # Whole sequences begin every `step` tokens, as long as they are whole; the rest is what no sequence has yet.
+    wholes = np.maximum(0, (lengths - overlap) // step)
+    rests = np.where((wholes * step + overlap < lengths) | (wholes == 0), lengths - wholes * step, 0)
+    cut = np.flatnonzero(rests)
+    # A window of documents ends with the last of LOOK_AHEAD rests.
+    stops = [*(cut[LOOK_AHEAD - 1 :: LOOK_AHEAD] + 1).tolist(), len(lengths)]
+    placing = _Placing(sequence_length)
+    parts: list[tuple[np.ndarray, ...]] = []
+    for start, stop in zip([0, *stops], stops, strict=False):
+        whole = np.repeat(np.arange(start, stop), wholes[start:stop])
+        first = np.cumsum(wholes[start:stop]) - wholes[start:stop]
+        place = np.arange(len(whole)) - np.repeat(first, wholes[start:stop])
+        parts.append((placing.whole(len(whole)), whole, place * step, np.full(len(whole), sequence_length)))
+        documents = start + np.flatnonzero(rests[start:stop])
+        documents = documents[np.argsort(-rests[documents], kind="stable")]
+        sizes = rests[documents]
+        parts.append((placing.best_fit(sizes.tolist()), documents, lengths[documents] - sizes, sizes))
+    sequences, documents, starts, sizes = (
+        np.concatenate(column).astype(np.int64) for column in zip(*parts, strict=True)
+    )
+    # Pieces of one sequence side by side, in the order in which they were placed.
+    order = np.argsort(sequences, kind="stable")
+    return sequences[order], documents[order], starts[order], sizes[order]
 
 
-def _longest_first(piece: tuple[int, int, int]) -> tuple[int, int]:
-    return -piece[2], piece[0]
+class _Placing:
+    """Which sequence each piece goes to, one after the other."""
+
+    def __init__(self, sequence_length: int) -> None:
+        self.sequence_length = sequence_length
+        self.count = 0
+        # Open sequences by the space that is left. `spaces` is a bit set of the spaces that occur: the lowest set bit
+        # at or above a length is the best fit.
+        self.by_space: dict[int, list[int]] = {}
+        self.spaces = 0
+        self.num_open = 0
+        self.pieces: dict[int, int] = {}
+        self.fullest: list[int] = []  # heap of spaces, may name spaces that no longer occur
+
+    def whole(self, number: int) -> np.ndarray:
+        """So many pieces that fill a sequence each."""
+        self.count += number
+        return np.arange(self.count - number, self.count)
+
+    def best_fit(self, sizes: list[int]) -> np.ndarray:
+        """Pieces that are shorter than a sequence: each goes where it leaves the least space."""
+        placed = []
+        pieces = self.pieces
+        for size in sizes:
+            fitting = self.spaces >> size
+            if fitting:
+                space = size + (fitting & -fitting).bit_length() - 1
+                sequence = self._take(space)
+                pieces[sequence] += 1
+            else:
+                space, sequence = self.sequence_length, self.count
+                self.count += 1
+                pieces[sequence] = 1
+            placed.append(sequence)
+            left = space - size
+            if not left or pieces[sequence] == MAX_PIECES:
+                del pieces[sequence]
+                continue
+            if left in self.by_space:
+                self.by_space[left].append(sequence)
+            else:
+                self.by_space[left] = [sequence]
+                self.spaces |= 1 << left
+                heapq.heappush(self.fullest, left)
+            self.num_open += 1
+            if self.num_open > OPEN_SEQUENCES:
+                while self.fullest[0] not in self.by_space:
+                    heapq.heappop(self.fullest)
+                del pieces[self._take(self.fullest[0])]
+        return np.array(placed, np.int64)
+
+    def _take(self, space: int) -> int:
+        """An open sequence with so much space; it is no longer open."""
+        waiting = self.by_space[space]
+        sequence = waiting.pop()
+        if not waiting:
+            del self.by_space[space]
+            self.spaces ^= 1 << space
+        self.num_open -= 1
+        return sequence
 
 
 def _lay_out(
