@@ -8,7 +8,7 @@ once and repair are this one function; they differ only in which chunk numbers t
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from packhorse.cache.plan import Range
 from packhorse.cache.progress import say
 from packhorse.cache.recipe import Recipe, read_identity, tokenizer_json
 from packhorse.cache.record import Record, commit, read_record, record_path
-from packhorse.corpus.documents import Documents, Skipped, TextFile, read_documents
+from packhorse.corpus.documents import Skipped, TextFile, read_ranges
 from packhorse.corpus.engines import PROBES, Engine, make_engine, probe_digest
 from packhorse.corpus.packing import Packed, pack
 from packhorse.corpus.tokens import narrowest, tokenize
@@ -37,6 +37,8 @@ class Job:
     ranges: list[Range]
     files: dict[int, TextFile]
     """File number -> the file, ready to be sought."""
+    dropped: list[int] = field(default_factory=list)
+    """Rows of the ranges whose documents have a place before, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,7 @@ def build_chunk(recipe: Recipe, job: Job, engine: Engine, compression: str, prog
     parts = list(
         _counted(
             tokenize(
-                _documents(job, skipped),
+                read_ranges(((job.files[n], start, stop) for n, start, stop in job.ranges), skipped, job.dropped),
                 engine,
                 skipped,
                 bos_id=recipe.bos_id,
@@ -177,6 +179,7 @@ class Builder:
             truncated_documents=built.truncated_documents,
             truncated_tokens=built.truncated_tokens,
             rows_filtered=built.skipped.filtered,
+            rows_duplicate=built.skipped.duplicate,
         )
         return lambda: commit(self.folder, record, built.encoded.parts)
 
@@ -208,14 +211,6 @@ def build_all(
                 committer.submit(finish, builder.make(job, on_progress))
         except Exception as error:
             on_error(error)
-
-
-def _documents(job: Job, skipped: Skipped) -> Iterator[Documents]:
-    for number, start, stop in job.ranges:
-        first = skipped.rows
-        for batch in read_documents(job.files[number], start, stop, skipped):
-            batch.rows += first
-            yield batch
 
 
 def _counted(parts: Iterator, progress: Progress | None) -> Iterator:

@@ -6,6 +6,7 @@
         chunks/           the sequences                               index/       derived: quick to open
         metadata.json     derived: sums, for people                   quarantine/  what was moved out of the way
         spool/            scratch                                     suspects/    engines that gave wrong ids
+        duplicates/       derived: hashes of the documents of each page, with `deduplicate: exact`
 
 Opening reads recipe.json and the last page of the index; everything else is read when it is needed.
 """
@@ -52,6 +53,7 @@ class CacheSummary:
     rows_empty: int = 0
     rows_invalid: int = 0
     rows_filtered: int = 0
+    rows_duplicate: int = 0
     text_bytes: int = 0
     file_bytes: int = 0
     """Chunk files and records: everything that grows with the text."""
@@ -82,6 +84,7 @@ class CacheSummary:
                     f"{self.rows_invalid:,} not valid text",
                 ),
                 (self.rows_filtered, f"{self.rows_filtered:,} rows did not pass the filters"),
+                (self.rows_duplicate, f"{self.rows_duplicate:,} documents were there before and were dropped"),
                 (self.repeated_tokens, f"{self.repeated_tokens:,} of the tokens stand in two sequences"),
                 (
                     self.truncated_tokens,

@@ -71,6 +71,8 @@ class Page:
     """Rows in all entries, if they were counted."""
     finished: dict[str, str] = field(default_factory=dict)
     """Sources that were read to their end, and their fingerprints ("" for none)."""
+    dropped: list[list[int]] = field(default_factory=list)
+    """With `deduplicate: exact`, for each chunk the rows of documents that have a place before, in order."""
 
 
 class Plan:
@@ -108,6 +110,11 @@ class Plan:
         """The ranges that make a chunk."""
         page = self.page(chunk)
         return page.entries[chunk - page.first_chunk]
+
+    def dropped(self, chunk: int) -> list[int]:
+        """The rows of a chunk's ranges whose documents have a place before."""
+        page = self.page(chunk)
+        return page.dropped[chunk - page.first_chunk] if page.dropped else []
 
     def page(self, chunk: int) -> Page:
         """The page that plans a chunk."""
@@ -151,4 +158,6 @@ def _page_from(value: dict[str, Any], where: Path) -> Page:
     for entry in page.entries:
         is_sensible = entry and all(number < num_files and start < stop for number, start, stop in entry)
         refuse_unless(bool(is_sensible), where, what, f"the entry {entry!r:.100} makes no sense")
+    is_sensible = not page.dropped or len(page.dropped) == len(page.entries)
+    refuse_unless(is_sensible, where, what, f"it drops rows of {len(page.dropped)} of {len(page.entries)} chunks")
     return page

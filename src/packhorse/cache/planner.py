@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from packhorse.cache import rate, spool
 from packhorse.cache.cuts import cut_ranges
+from packhorse.cache.duplicates import Duplicates
 from packhorse.cache.locations import Locations, take
 from packhorse.cache.plan import Page, Plan, PlannedFile, Range
 from packhorse.cache.rate import tokens_per_byte, tokens_per_byte_of
@@ -18,6 +19,8 @@ from packhorse.corpus.files import SourceFile, check_column, probe_file
 from packhorse.corpus.sources import Deferred, Document, Files, Source, Stream
 from packhorse.errors import SourceChangedError, SourceError
 
+SEARCHED_CHUNKS = 32
+"""Chunks on a page that is searched for duplicates."""
 STREAM_PARTS = 8
 """Parts of a stream that are spooled before their page is published and built."""
 
@@ -32,6 +35,7 @@ class Planner:
         sequence_length: Tokens per sequence.
         sequences_per_chunk: Sequences that a chunk is to have.
         max_documents: Rows to take in all, None for all.
+        deduplicate: Find the documents that have a place before.
     """
 
     def __init__(
@@ -43,11 +47,13 @@ class Planner:
         sequence_length: int,
         sequences_per_chunk: int,
         max_documents: int | None,
+        deduplicate: bool = False,
     ) -> None:
         self.plan, self.sources, self.count_tokens = plan, sources, count_tokens
         self.chunk_tokens = sequence_length * sequences_per_chunk
         self.max_documents = max_documents
         self.locations = Locations(plan, sources)
+        self._duplicates = Duplicates(plan, self.locations) if deduplicate else None
         self._next_page = 0
 
     def extend(self) -> Iterator[Page]:
@@ -192,6 +198,15 @@ class Planner:
         # Files beyond `max_documents` do not enter the plan yet; those before are a prefix.
         last = max((number for entry in entries for number, _, _ in entry), default=-1)
         kept = new_files if complete else new_files[: max(0, last + 1 - len(self.plan.files))]
+        if self._duplicates is None:
+            yield self._publish(kept, entries, chunk_bytes, density, rows, finished)
+            return
+        # Text is read for these pages: small ones can be built while the next is looked at.
+        while len(entries) > SEARCHED_CHUNKS:
+            last = max(number for entry in entries[:SEARCHED_CHUNKS] for number, _, _ in entry)
+            count = max(0, last + 1 - len(self.plan.files))
+            yield self._publish(kept[:count], entries[:SEARCHED_CHUNKS], chunk_bytes, density, None, {})
+            kept, entries, rows = kept[count:], entries[SEARCHED_CHUNKS:], None
         yield self._publish(kept, entries, chunk_bytes, density, rows, finished)
 
     def _limit(self, ranges: list[Range], files: dict[int, TextFile]) -> tuple[list[Range], int, bool]:
@@ -282,6 +297,8 @@ class Planner:
         rows: int | None,
         finished: dict[str, str],
     ) -> Page:
+        located = {number: self.locations.of_new(number, files) for entry in entries for number, _, _ in entry}
+        dropped = self._duplicates.find(entries, located) if self._duplicates else []
         page = Page(
             page=len(self.plan.pages),
             first_chunk=self.plan.num_chunks,
@@ -292,9 +309,12 @@ class Planner:
             tokens_per_byte=round(density, 6),
             rows=rows,
             finished=finished,
+            dropped=dropped if any(dropped) else [],
         )
         if page.page != self._next_page or self.plan.publish(page) != page:
             raise _Overtaken
+        if self._duplicates:
+            self._duplicates.published(page)
         self._next_page += 1
         return page
 

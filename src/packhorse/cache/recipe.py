@@ -58,6 +58,7 @@ class Recipe:
     long_documents: str = "split"
     filters: tuple[str, ...] = ()
     """In their normal form."""
+    deduplicate: str = "none"
 
     @property
     def canonical(self) -> dict[str, Any]:
@@ -113,6 +114,7 @@ def make_recipe(settings: CacheSettings, tokenizer: TokenizerFacts) -> Recipe:
         overlap=settings.overlap,
         long_documents=settings.long_documents,
         filters=normal_filters(settings.filters),
+        deduplicate=settings.deduplicate,
     )
 
 
@@ -170,7 +172,7 @@ def read_identity(folder: Path) -> Identity:
 def _refuse_nonsense(identity: Identity, path: Path) -> None:
     recipe, what = identity.recipe, "a recipe"
     hints = get_type_hints(CacheSettings)
-    for name in ("packing", "sample_by", "long_documents"):
+    for name in ("packing", "sample_by", "long_documents", "deduplicate"):
         value = getattr(recipe, name)
         refuse_unless(value in get_args(hints[name]), path, what, f"{name} is {value!r:.100}")
     length, size = recipe.sequence_length, recipe.vocab_size

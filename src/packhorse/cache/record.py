@@ -70,6 +70,8 @@ class Record:
     truncated_documents: int = 0
     truncated_tokens: int = 0
     rows_filtered: int = 0
+    rows_duplicate: int = 0
+    """Documents that have a place before, with `deduplicate: exact`."""
     """What `long_documents: truncate` dropped."""
 
     @property

@@ -163,6 +163,7 @@ class _Update:
             sequence_length=recipe.sequence_length,
             sequences_per_chunk=settings.sequences_per_chunk,
             max_documents=settings.max_documents,
+            deduplicate=recipe.deduplicate == "exact",
         )
         self.progress = BuildProgress(quiet=tell is not say)
         self._waiting: dict[int, int] = {}  # file number -> chunks that still need it
@@ -257,7 +258,7 @@ class _Update:
                 self._waiting[number] = self._waiting.get(number, 0) + 1
         for chunk, entry in entries.items():
             files = {number: self.planner.locations.locate(number) for number, _, _ in entry}
-            yield Job(chunk=chunk, ranges=entry, files=files)
+            yield Job(chunk=chunk, ranges=entry, files=files, dropped=self.plan.dropped(chunk))
 
     def _release(self, record: Record) -> None:
         """Remove the spools that no chunk waits for."""

@@ -64,6 +64,7 @@ def main(core: str) -> None:
                     chunk=job["chunk"],
                     ranges=[tuple(r) for r in job["ranges"]],
                     files=files,
+                    dropped=job["dropped"],
                 ),
             )
 

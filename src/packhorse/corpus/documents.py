@@ -12,7 +12,7 @@ Rows that are null, empty or not valid Unicode, or do not pass the filters, are 
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,7 @@ BATCH_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Selection:
+class Reading:
     """What of a source is a document."""
 
     column: str = "text"
@@ -75,6 +75,8 @@ class Skipped:
     invalid: int = 0
     filtered: int = 0
     """Rows that did not pass the filters."""
+    duplicate: int = 0
+    """Documents that were dropped for one before them."""
     rows: int = field(default=0, repr=False)
     """All rows seen, left out or not."""
 
@@ -134,6 +136,25 @@ def read_documents(
             )
 
 
+def read_ranges(
+    ranges: Iterable[tuple[TextFile, int, int]], skipped: Skipped, dropped: Sequence[int] = ()
+) -> Iterator[Documents]:
+    """The documents of several ranges, as `read_documents` gives them; rows are counted through all of them.
+
+    Args:
+        ranges: File, start and stop of each.
+        skipped: Counts what is left out, added to while reading.
+        dropped: Rows that are left out as duplicates, in order.
+    """
+    for file, start, stop in ranges:
+        first = skipped.rows
+        for batch in read_documents(file, start, stop, skipped):
+            batch.rows += first
+            keep = ~np.isin(batch.rows, dropped) if len(dropped) else np.ones(len(batch.rows), bool)
+            skipped.duplicate += int((~keep).sum())
+            yield batch if keep.all() else _take(batch, np.flatnonzero(keep))
+
+
 def count_rows(file: TextFile, start: int, stop: int) -> int:
     """How many rows a range has (left-out ones included)."""
     if file.counts_rows:
@@ -181,6 +202,11 @@ def file_length(file: TextFile) -> int:
     if file.kind == "arrow":
         return open_arrow(file.path).num_rows
     return Path(file.path).stat().st_size
+
+
+def _take(batch: Documents, places: np.ndarray) -> Documents:
+    texts, ids = ([own[i] for i in places] if own is not None else None for own in (batch.texts, batch.ids))
+    return Documents(rows=batch.rows[places], texts=texts, ids=ids)
 
 
 def _table_cells(file: TextFile, start: int, stop: int, batch_bytes: int) -> Iterator[list]:

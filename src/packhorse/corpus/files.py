@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from packhorse.corpus.documents import Selection, TextFile, starts_with_bracket
+from packhorse.corpus.documents import Reading, TextFile, starts_with_bracket
 from packhorse.corpus.filters import kind_of, parse_filters, wrong_kind
 from packhorse.corpus.tables import column_kind, open_arrow, open_parquet
 from packhorse.errors import SourceError
@@ -30,7 +30,7 @@ class SourceFile:
     """SHA-256 over the size, both ends and some places between: cheap, and another file has another one."""
 
 
-def find_files(name: str, selection: Selection) -> list[SourceFile]:
+def find_files(name: str, reading: Reading) -> list[SourceFile]:
     """The files of a folder, a glob, or a single one, in the order of their names.
 
     Raises:
@@ -52,10 +52,10 @@ def find_files(name: str, selection: Selection) -> list[SourceFile]:
         raise SourceError(
             f"The source {name} has no file that can be read.\nKnown are {_KNOWN}, also with .gz or .zst."
         )
-    return [source_file(p, selection) for p in paths]
+    return [source_file(p, reading) for p in paths]
 
 
-def source_file(path: Path, selection: Selection) -> SourceFile:
+def source_file(path: Path, reading: Reading) -> SourceFile:
     """A file, probed.
 
     Raises:
@@ -64,7 +64,7 @@ def source_file(path: Path, selection: Selection) -> SourceFile:
     suffix = suffix_of(path.name)
     if not suffix:
         raise SourceError(f"The file {path} is of an unknown kind. Known are {_KNOWN}, also with .gz or .zst.")
-    kind = _KINDS.get(suffix, selection.sample_by)
+    kind = _KINDS.get(suffix, reading.sample_by)
     packed = path.suffix if path.suffix in COMPRESSIONS else ""
     try:
         size, probe = probe_file(path)
@@ -73,8 +73,8 @@ def source_file(path: Path, selection: Selection) -> SourceFile:
                 packed = "array" if starts_with_bracket(stream.read(4096)) else ""
     except OSError as error:
         raise SourceError(f"The file {path} cannot be read: {error.strerror}.") from None
-    column = selection.column if kind in _KINDS.values() else ""
-    file = TextFile(path=str(path.absolute()), kind=kind, column=column, filters=selection.filters)
+    column = reading.column if kind in _KINDS.values() else ""
+    file = TextFile(path=str(path.absolute()), kind=kind, column=column, filters=reading.filters)
     return SourceFile(file=file, packed=packed, size=size, probe=probe)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from packhorse.corpus.documents import Selection, Skipped, file_length, read_documents
+from packhorse.corpus.documents import Reading, Skipped, file_length, read_documents
 from packhorse.corpus.files import SourceFile, check_column, find_files, source_file, suffix_of
 from packhorse.corpus.filters import LEFT_OUT, LeftOut, parse_filters, passes
 from packhorse.corpus.sample import SampleCorpus
@@ -82,27 +82,27 @@ def open_sources(
     Raises:
         SourceError: a source does not exist, is damaged, or has no such column.
     """
-    return _open(spec, Selection(column=text_column, filters=filters, sample_by=sample_by))
+    return _open(spec, Reading(column=text_column, filters=filters, sample_by=sample_by))
 
 
-def _open(spec: Any, selection: Selection) -> list[Source]:
+def _open(spec: Any, reading: Reading) -> list[Source]:
     if isinstance(spec, str | os.PathLike):
-        return [_named(str(spec), selection)]
+        return [_named(str(spec), reading)]
     if isinstance(spec, Mapping) and ("class_path" in spec or "path" in spec):
         own = dict(spec)
-        selection = replace(selection, column=own.pop("text_column", selection.column))
+        reading = replace(reading, column=own.pop("text_column", reading.column))
         if "class_path" in own:
-            return [_from_class(own, selection)]
+            return [_from_class(own, reading)]
         local = Path(own["path"]).expanduser()
-        if set(own) == {"path"} and (local.exists() or _looks_like_a_source(own["path"], selection.column)):
-            return [_named(own["path"], selection)]
-        return [_from_hub(own, selection)]
-    if isinstance(spec, list | tuple) and are_sources(spec, selection.column):
-        return [source for item in spec for source in _open(item, selection)]
+        if set(own) == {"path"} and (local.exists() or _looks_like_a_source(own["path"], reading.column)):
+            return [_named(own["path"], reading)]
+        return [_from_hub(own, reading)]
+    if isinstance(spec, list | tuple) and are_sources(spec, reading.column):
+        return [source for item in spec for source in _open(item, reading)]
     if isinstance(spec, Iterable) and not isinstance(spec, Mapping):
-        return [_from_iterable(spec, _name(type(spec)), selection)]
+        return [_from_iterable(spec, _name(type(spec)), reading)]
     if callable(spec):
-        return [_from_function(spec, _name(spec), selection)]
+        return [_from_function(spec, _name(spec), reading)]
     raise SourceError(f"A source is a path, a name, a mapping, a list of these, or an iterable, not {spec!r}.")
 
 
@@ -134,20 +134,20 @@ def _looks_like_a_source(item: str | os.PathLike | Mapping, text_column: str) ->
     return text == "sample" or pattern or bool(suffix_of(text)) or Path(text).expanduser().exists()
 
 
-def _named(name: str, selection: Selection) -> Source:
+def _named(name: str, reading: Reading) -> Source:
     if name == "sample":
         corpus = SampleCorpus()
-        return _from_iterable(corpus, "sample", selection)
+        return _from_iterable(corpus, "sample", reading)
     path = Path(name).expanduser()
     if path.exists() or glob.has_magic(name):
-        return Files(key=name, files=find_files(name, selection))
+        return Files(key=name, files=find_files(name, reading))
     if (
         name.count("/") == 1
         and not name.startswith((".", "~", "/"))
         and not suffix_of(name)
         and not path.parent.is_dir()
     ):
-        return _from_hub({"path": name}, selection)
+        return _from_hub({"path": name}, reading)
     raise SourceError(f"The source {name} does not exist.\nCheck the path; it is relative to {Path.cwd()}.")
 
 
@@ -171,7 +171,7 @@ def check_sources(sources: list[Source]) -> None:
         )
 
 
-def _from_class(spec: dict[str, Any], selection: Selection) -> Source:
+def _from_class(spec: dict[str, Any], reading: Reading) -> Source:
     module, _, name = str(spec["class_path"]).rpartition(".")
     arguments = spec.get("init_args") or {}
     key = json.dumps({"class_path": spec["class_path"], "init_args": arguments}, sort_keys=True, default=str)
@@ -182,20 +182,20 @@ def _from_class(spec: dict[str, Any], selection: Selection) -> Source:
         except (ImportError, AttributeError, ValueError, TypeError) as error:
             raise SourceError(f"The source {spec['class_path']} cannot be made: {error}.") from None
 
-    return _from_function(make, key, selection)
+    return _from_function(make, key, reading)
 
 
-def _from_function(make: Callable[[], Any], key: str, selection: Selection) -> Source:
+def _from_function(make: Callable[[], Any], key: str, reading: Reading) -> Source:
     made = make()
     if callable(made) and not isinstance(made, Iterable):
-        return _from_function(made, key, selection)
+        return _from_function(made, key, reading)
     if isinstance(made, Iterator):
         # It can be read once; the function gives a fresh one each time.
-        return Stream(key=key, read=_skipping(lambda: (_document(item, selection, key) for item in make())))
-    return _from_iterable(made, key, selection)
+        return Stream(key=key, read=_skipping(lambda: (_document(item, reading, key) for item in make())))
+    return _from_iterable(made, key, reading)
 
 
-def _from_iterable(iterable: Any, key: str, selection: Selection) -> Source:
+def _from_iterable(iterable: Any, key: str, reading: Reading) -> Source:
     if not isinstance(iterable, Iterable):
         raise SourceError(f"The source {key} is not an iterable of texts, rows or ids.")
     if isinstance(iterable, Iterator):
@@ -203,7 +203,7 @@ def _from_iterable(iterable: Any, key: str, selection: Selection) -> Source:
     fingerprint = getattr(iterable, "fingerprint", None)
     return Stream(
         key=key,
-        read=_skipping(lambda: (_document(item, selection, key) for item in iterable)),
+        read=_skipping(lambda: (_document(item, reading, key) for item in iterable)),
         fingerprint=str(fingerprint) if fingerprint is not None else None,
         text_bytes=getattr(iterable, "text_bytes", None),
     )
@@ -226,10 +226,10 @@ class _Once:
         return iterator
 
 
-def _document(item: Any, selection: Selection, key: str) -> Document:
+def _document(item: Any, reading: Reading, key: str) -> Document:
     if isinstance(item, Mapping):
-        comparisons = parse_filters(selection.filters)
-        for column in (selection.column, *(comparison.column for comparison in comparisons)):
+        comparisons = parse_filters(reading.filters)
+        for column in (reading.column, *(comparison.column for comparison in comparisons)):
             if column not in item:
                 raise SourceError(f"A row of {key} has no column {column!r}. It has: {', '.join(map(str, item))}.")
         try:
@@ -237,10 +237,10 @@ def _document(item: Any, selection: Selection, key: str) -> Document:
                 return LEFT_OUT
         except ValueError as error:
             raise SourceError(f"A row of {key} cannot be used: {error}.") from None
-        item = item[selection.column]
-    elif selection.filters:
+        item = item[reading.column]
+    elif reading.filters:
         raise SourceError(
-            f"{key} gives {type(item).__name__}, not rows: the filter {selection.filters[0]!r} cannot hold."
+            f"{key} gives {type(item).__name__}, not rows: the filter {reading.filters[0]!r} cannot hold."
         )
     if item is None or isinstance(item, str):
         return item
@@ -261,30 +261,30 @@ def _skipping(read: Callable[[], Iterator[Document]]) -> Callable[[int], Iterato
     return from_number
 
 
-def _from_hub(spec: dict[str, Any], selection: Selection) -> Source:
+def _from_hub(spec: dict[str, Any], reading: Reading) -> Source:
     """A data set through `datasets`: as arrow files on this disk, or streamed."""
     key = json.dumps(spec, sort_keys=True)
     arguments = {"split": "train", **{k: v for k, v in spec.items() if k != "streaming"}}
     if spec.get("streaming", False):
-        return Stream(key=key, read=lambda n: _stream_hub(arguments, selection, n), fingerprint=key)
-    return Deferred(key=key, fingerprint=key, open=lambda: _materialise_hub(key, arguments, selection))
+        return Stream(key=key, read=lambda n: _stream_hub(arguments, reading, n), fingerprint=key)
+    return Deferred(key=key, fingerprint=key, open=lambda: _materialise_hub(key, arguments, reading))
 
 
-def _materialise_hub(key: str, arguments: dict[str, Any], selection: Selection) -> Files | Stream:
+def _materialise_hub(key: str, arguments: dict[str, Any], reading: Reading) -> Files | Stream:
     data = _load_dataset(arguments, streaming=False)
-    _check_features(data, selection, arguments["path"])
+    _check_features(data, reading, arguments["path"])
     files = [f["filename"] for f in data.cache_files]
     if files and data._indices is None and sum(open_arrow(f).num_rows for f in files) == data.num_rows:
-        return Files(key=key, files=[source_file(Path(f), selection) for f in files])
+        return Files(key=key, files=[source_file(Path(f), reading) for f in files])
     # A slice or a selection: its rows are not simply those of its files.
-    rows = data.select_columns(_columns(selection))
-    return Stream(key=key, read=_skipping(lambda: (_document(row, selection, key) for row in rows)), fingerprint=key)
+    rows = data.select_columns(_columns(reading))
+    return Stream(key=key, read=_skipping(lambda: (_document(row, reading, key) for row in rows)), fingerprint=key)
 
 
-def _stream_hub(arguments: dict[str, Any], selection: Selection, number: int) -> Iterator[Document]:
+def _stream_hub(arguments: dict[str, Any], reading: Reading, number: int) -> Iterator[Document]:
     data = _load_dataset(arguments, streaming=True)
-    _check_features(data, selection, arguments["path"])
-    return (_document(row, selection, arguments["path"]) for row in data.skip(number))
+    _check_features(data, reading, arguments["path"])
+    return (_document(row, reading, arguments["path"]) for row in data.skip(number))
 
 
 def _load_dataset(arguments: dict[str, Any], streaming: bool):
@@ -303,14 +303,14 @@ def _load_dataset(arguments: dict[str, Any], streaming: bool):
         ) from None
 
 
-def _columns(selection: Selection) -> list[str]:
+def _columns(reading: Reading) -> list[str]:
     """The columns that are read."""
-    return list(dict.fromkeys([selection.column, *(c.column for c in parse_filters(selection.filters))]))
+    return list(dict.fromkeys([reading.column, *(c.column for c in parse_filters(reading.filters))]))
 
 
-def _check_features(data, selection: Selection, name: str) -> None:
+def _check_features(data, reading: Reading, name: str) -> None:
     columns = data.column_names
-    for column in _columns(selection) if columns is not None else ():
+    for column in _columns(reading) if columns is not None else ():
         if column not in columns:
             raise SourceError(
                 f"The data set {name} has no column {column!r}. It has: {', '.join(columns)}.\n"
