@@ -73,7 +73,7 @@ class ChunkContent:
 class Encoded:
     """A chunk file, and the hashes that its record needs."""
 
-    parts: list[bytes]
+    parts: list[bytes | memoryview]
     """The file's bytes, in order."""
     num_bytes: int
     file_sha256: str
@@ -275,11 +275,11 @@ def stored_bytes(num_tokens: int, bits: int) -> int:
     return 2 * num_tokens + (bits - 16) * -(-num_tokens // 8)
 
 
-def pack_tokens(tokens: np.ndarray, bits: int) -> bytes:
-    """Tokens [rows, length] -> raw bytes of a block."""
+def pack_tokens(tokens: np.ndarray, bits: int) -> bytes | memoryview:
+    """Tokens [rows, length] -> raw bytes of a block; those of the array itself where they are just that."""
     flat = tokens.reshape(-1)
     if bits <= 16:
-        return flat.astype("u1" if bits == 8 else "<u2").tobytes()
+        return memoryview(flat.astype("u1" if bits == 8 else "<u2", copy=False)).cast("B")
     planes = [np.packbits((flat >> bit).astype("u1") & 1, bitorder="little").tobytes() for bit in range(16, bits)]
     return b"".join([flat.astype("<u2").tobytes(), *planes])
 
@@ -310,6 +310,6 @@ def _rows(train: np.ndarray, evaluation: np.ndarray, count: int) -> Iterator[np.
         yield first if not len(rest) else rest if not len(first) else np.concatenate([first, rest])
 
 
-def _compress(block: bytes, options: dict) -> bytes:
+def _compress(block: bytes | memoryview, options: dict) -> bytes | memoryview:
     smaller = lz4.block.compress(block, store_size=False, **options) if block else block
     return smaller if len(smaller) < len(block) else block

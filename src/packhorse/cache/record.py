@@ -95,7 +95,7 @@ def record_path(folder: Path, chunk: int) -> Path:
     return folder / "records" / f"{chunk // FOLDER_CHUNKS:06d}" / f"{chunk:08d}.json"
 
 
-def commit(folder: Path, record: Record, parts: list[bytes]) -> Record:
+def commit(folder: Path, record: Record, parts: list[bytes | memoryview]) -> Record:
     """Make a chunk exist: first its file, then its record.
 
     Returns:

@@ -44,7 +44,7 @@ _durable: set[Path] = set()
 """Folders whose names this process has made safe."""
 
 
-def publish(path: Path, data: bytes | Iterable[bytes]) -> bool:
+def publish(path: Path, data: bytes | Iterable[bytes | memoryview]) -> bool:
     """Make `path` hold `data`, durably, unless it exists already.
 
     Returns:
@@ -219,7 +219,7 @@ def _write_temporary(path: Path, data: bytes | Iterable[bytes]) -> Path:
     return temporary
 
 
-def _joined(parts: Iterable[bytes]) -> Iterator[bytes]:
+def _joined(parts: Iterable[bytes | memoryview]) -> Iterator[bytes]:
     """Small parts put together, large enough that a write pays and small enough that the memory is used again."""
     waiting: list[bytes] = []
     size = 0
