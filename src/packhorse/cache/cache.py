@@ -228,13 +228,19 @@ def cache_root(settings: CacheSettings) -> Path:
     return path.parent if (path / "recipe.json").exists() else path
 
 
+def cache_path(settings: CacheSettings, recipe: Recipe) -> Path:
+    """The folder of the cache, whether there is one or not."""
+    path = Path(settings.cache_dir).expanduser()
+    if (path / "recipe.json").exists():
+        return path
+    return path / f"{settings.name or default_name(settings.source)}-{recipe.id}"
+
+
 def locate_cache(settings: CacheSettings, recipe: Recipe) -> tuple[Path, RecipeMismatch | None]:
     """The folder of the cache, and what is wrong with it when it was named explicitly and is another."""
-    path = Path(settings.cache_dir).expanduser()
+    path = cache_path(settings, recipe)
     if not (path / "recipe.json").exists():
-        path = path / f"{settings.name or default_name(settings.source)}-{recipe.id}"
-        if not (path / "recipe.json").exists():
-            return path, None
+        return path, None
     differences = recipe.differences(read_identity(path).recipe)
     if not differences:
         return path, None

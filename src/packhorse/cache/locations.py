@@ -23,10 +23,12 @@ class Locations:
     Args:
         plan: The plan.
         sources: What the settings name now.
+        spool: Where to unpack; by default in the cache.
     """
 
-    def __init__(self, plan: Plan, sources: list[Source]) -> None:
+    def __init__(self, plan: Plan, sources: list[Source], spool: Path | None = None) -> None:
         self.plan, self.sources = plan, sources
+        self.spool = spool or plan.folder / "spool"
         now = {(f.size, f.probe): f.file.path for s in sources if isinstance(s, Files) for f in s.files}
         known = ((number, (f.size, f.probe)) for number, f in enumerate(plan.files))
         self.places: dict[int, str] = {number: now[content] for number, content in known if content in now}
@@ -68,7 +70,7 @@ class Locations:
         """Remove every spool of the plan and of this planner; for when all chunks are committed."""
         names = {self.spool_path(file).name for file in self.plan.files if file.packed}
         names |= {path.name for path in self._unpacked}
-        root = self.plan.folder / "spool"
+        root = self.spool
         for path in root.iterdir() if root.is_dir() else ():
             if path.name in names:
                 store.remove(path)
@@ -77,7 +79,7 @@ class Locations:
         """A file of a source, unpacked if it must be."""
         if not file.packed:
             return file.file
-        target = self.plan.folder / "spool" / f"{file.probe}.{file.file.kind}"
+        target = self.spool / f"{file.probe}.{file.file.kind}"
         spool.unpack(file.file.path, file.packed, file.file.kind, target)
         self._unpacked.add(target)
         return replace(file.file, path=str(target))
@@ -109,7 +111,7 @@ class Locations:
     def spool_path(self, planned: PlannedFile) -> Path:
         """Where a file is unpacked or spooled."""
         suffix = "parquet" if planned.packed == "stream" else planned.kind
-        return self.plan.folder / "spool" / f"{planned.probe}.{suffix}"
+        return self.spool / f"{planned.probe}.{suffix}"
 
     def _file(self, path: Path | str, planned: PlannedFile) -> TextFile:
         return TextFile(path=str(path), kind=planned.kind, column=planned.column, filters=self.filters)

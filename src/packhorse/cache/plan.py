@@ -15,7 +15,6 @@ import re
 from bisect import bisect_right
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from packhorse.cache import store
 from packhorse.cache.typed import make, refuse_unless
@@ -89,7 +88,7 @@ class Plan:
     def reload(self) -> None:
         """Read the pages that were published since."""
         while (path := self._path(len(self.pages))).exists():
-            page = _page_from(store.read_sealed(path), path)
+            page = read_page(path)
             if (page.page, page.first_chunk, page.first_file) != (len(self.pages), self.num_chunks, len(self.files)):
                 raise CacheCorruptionError(f"{path} does not continue the page before it.")
             self.pages.append(page)
@@ -145,9 +144,15 @@ class Plan:
         return self.folder / "plan" / f"{page:06d}.json"
 
 
-def _page_from(value: dict[str, Any], where: Path) -> Page:
+def read_page(where: Path) -> Page:
+    """A page of a plan.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CacheCorruptionError: it is damaged, or what it says makes no sense.
+    """
     what = "a page of a plan"
-    page = make(Page, value, where, what)
+    page = make(Page, store.read_sealed(where), where, what)
     refuse_unless(page.format == 1, where, what, f"format {page.format} is not known")
     for file in page.files:
         # Spools are named after these, and removed by that name.

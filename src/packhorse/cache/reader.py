@@ -168,6 +168,35 @@ class ChunkReader:
         raw = self.block(self.header.num_token_blocks + number)
         return np.frombuffer(raw, "u1" if number == 4 else "<u4")
 
+    def all_tokens(self) -> np.ndarray:
+        """The tokens of all sequences [num_sequences, sequence_length]."""
+        header = self.header
+        width = np.dtype("u1" if header.bits == 8 else "<u2" if header.bits == 16 else "<u4")
+        tokens = np.empty((header.num_sequences, header.sequence_length), width)
+        for number in range(header.num_token_blocks):
+            first = number * header.rows_per_block
+            part = tokens[first : first + header.rows_per_block]
+            part[:] = unpack_tokens(self.block(number), header.bits, part.size, 0, part.size).reshape(part.shape)
+        return tokens
+
+    def damage(self) -> str:
+        """Which blocks are damaged, in words; empty when none is."""
+        header, damaged = self.header, []
+        for number in range(header.num_blocks):
+            try:
+                self.block(number)
+            except CacheCorruptionError:
+                damaged.append(number)
+        if not damaged:
+            return ""
+        words = []
+        for number in damaged[:8]:
+            first = number * header.rows_per_block
+            last = min(first + header.rows_per_block, header.num_sequences) - 1
+            words.append(f"{number} (sequences {first} to {last})" if number < header.num_token_blocks else f"{number}")
+        more = ", ..." if len(damaged) > len(words) else ""
+        return f"{len(damaged)} of {header.num_blocks} blocks do not match their checksum: {', '.join(words)}{more}"
+
     def content_digest(self) -> str:
         """SHA-256 of the payload, as in the record: reads and verifies everything."""
         digest = hashlib.sha256(os.pread(self._descriptor, 21, 28))

@@ -195,12 +195,17 @@ def tokenizer_json(folder: Path, identity: Identity) -> str:
         CacheCorruptionError: a file of the copy is damaged or missing.
     """
     content = {
-        name: _verified(folder / "tokenizer" / name, digest) for name, digest in identity.tokenizer_files.items()
+        name: verified_file(folder / "tokenizer" / name, digest) for name, digest in identity.tokenizer_files.items()
     }
     return content.get("tokenizer.json", b"").decode()
 
 
-def _verified(path: Path, sha256: str) -> bytes:
+def verified_file(path: Path, sha256: str) -> bytes:
+    """The content of a file of the tokenizer's copy.
+
+    Raises:
+        CacheCorruptionError: it is damaged or missing.
+    """
     with suppress(FileNotFoundError, NotADirectoryError, CacheCorruptionError):
         data = read_file(path, MAX_TOKENIZER_BYTES)
         if hashlib.sha256(data).hexdigest() == sha256:

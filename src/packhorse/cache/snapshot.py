@@ -91,6 +91,12 @@ class _Header:
     crc: int
 
 
+def next_digest(digest: bytes, record: Record) -> bytes:
+    """The digest of a snapshot with one chunk more."""
+    hashes = bytes.fromhex(record.payload_sha256) + bytes.fromhex(record.file_sha256)
+    return hashlib.sha256(digest + record.chunk.to_bytes(8, "little") + hashes).digest()
+
+
 class Index:
     """The index of a cache on disk.
 
@@ -137,25 +143,31 @@ class Index:
 
     def header(self, page: int) -> _Header:
         """The header of a page, verified."""
-        path = self._path(page)
+        path = self.path(page)
         if path not in self._headers:
             data = self._read(page, HEADER.size)
-            path = self._path(page)  # another one now, if a builder was faster
+            path = self.path(page)  # another one now, if a builder was faster
             self._headers[path] = _decode_header(data, path, page)
         return self._headers[path]
 
     def rows(self, page: int) -> np.ndarray:
         """The rows of a page, verified."""
-        path = self._path(page)
+        path = self.path(page)
         if path not in self._rows:
             data = self._read(page, HEADER.size + PAGE_CHUNKS * ROW.itemsize + 1)
-            path = self._path(page)
+            path = self.path(page)
             header = _decode_header(data[: HEADER.size], path, page)
             data = data[HEADER.size :]
             if len(data) != header.count * ROW.itemsize or zlib.crc32(data) != header.crc:
                 raise CacheCorruptionError(f"{path} is damaged. Remove it: `packhorse cache build` makes it again.")
             self._rows[path] = np.frombuffer(data, ROW)
         return self._rows[path]
+
+    def path(self, page: int) -> Path:
+        """The file of a page."""
+        if page >= len(self._paths):
+            raise CacheIncompleteError(f"Page {page} of {self.folder / 'index'} is gone. Open the cache again.")
+        return self._paths[page]
 
     def row(self, chunk: int) -> np.void:
         """The row of a chunk."""
@@ -183,7 +195,7 @@ class Index:
             taken, fresh = fresh[: PAGE_CHUNKS - used], fresh[PAGE_CHUNKS - used :]
             new = np.zeros(len(taken), ROW)
             for row, record in zip(new, taken, strict=True):
-                digest = _next_digest(digest, record)
+                digest = next_digest(digest, record)
                 row["train"], row["eval"] = record.train_sequences, record.eval_sequences
                 row["train_tokens"], row["eval_tokens"] = record.train_tokens, record.eval_tokens
                 row["file_bytes"] = record.file_bytes
@@ -199,15 +211,10 @@ class Index:
             store.remove(path)
         self.reload()
 
-    def _path(self, page: int) -> Path:
-        if page >= len(self._paths):
-            raise CacheIncompleteError(f"Page {page} of {self.folder / 'index'} is gone. Open the cache again.")
-        return self._paths[page]
-
     def _read(self, page: int, size: int) -> bytes:
         """The first bytes of a page."""
         try:
-            return read_file(self._path(page), size)
+            return read_file(self.path(page), size)
         except FileNotFoundError:
             # A builder has published a longer page in its place: it begins with the same rows.
             self.reload()
@@ -309,11 +316,6 @@ class Snapshot:
         if (page, split) not in self._ends:
             self._ends[page, split] = np.cumsum(self._index.rows(page)[split], dtype=np.int64)
         return self._ends[page, split]
-
-
-def _next_digest(digest: bytes, record: Record) -> bytes:
-    hashes = bytes.fromhex(record.payload_sha256) + bytes.fromhex(record.file_sha256)
-    return hashlib.sha256(digest + record.chunk.to_bytes(8, "little") + hashes).digest()
 
 
 def _decode_header(data: bytes, path: Path, page: int) -> _Header:

@@ -5,25 +5,24 @@ missing takes milliseconds, so building, going on after a kill, and growing are 
 """
 
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from packhorse.cache import store
 from packhorse.cache.build import Job
-from packhorse.cache.cache import Cache, locate_cache, summarise
+from packhorse.cache.cache import Cache, cache_path, locate_cache
+from packhorse.cache.metadata import write_metadata
 from packhorse.cache.plan import Plan
 from packhorse.cache.planner import Planner
 from packhorse.cache.progress import BuildProgress, say
 from packhorse.cache.recipe import Recipe, create, make_recipe, read_identity, tokenizer_json
 from packhorse.cache.record import Record, chunk_files, chunk_path, committed_chunks, read_record, record_path
 from packhorse.cache.settings import CacheSettings
-from packhorse.cache.snapshot import Index, Snapshot
+from packhorse.cache.snapshot import Index
 from packhorse.cache.tokenizers import resolve_tokenizer
 from packhorse.cache.workers import Workers, usable_cores
 from packhorse.corpus.engines import make_engine
@@ -53,13 +52,25 @@ def open_cache(settings: CacheSettings | Path | str) -> Cache:
         CacheIncompleteError: it does not exist yet.
         RecipeMismatch: the folder holds a cache of another recipe.
     """
-    if not isinstance(settings, CacheSettings):
-        return Cache(settings)
-    facts, _ = resolve_tokenizer(settings, train=False)
-    folder, mismatch = locate_cache(settings, make_recipe(settings, facts))
-    if mismatch is not None:
-        raise mismatch
-    return Cache(folder)
+    return Cache(folder_of(settings))
+
+
+def folder_of(where: CacheSettings | Path | str) -> Path:
+    """The folder of the cache that the settings describe, even if it is damaged.
+
+    Raises:
+        RecipeMismatch: the folder holds a cache of another recipe.
+    """
+    if not isinstance(where, CacheSettings):
+        return Path(where)
+    facts, _ = resolve_tokenizer(where, train=False)
+    recipe = make_recipe(where, facts)
+    with suppress(CacheCorruptionError):
+        folder, mismatch = locate_cache(where, recipe)
+        if mismatch is not None:
+            raise mismatch
+        return folder
+    return cache_path(where, recipe)
 
 
 def update_cache(settings: CacheSettings, quiet: bool = False) -> Cache:
@@ -191,7 +202,7 @@ class _Update:
         if built:
             store.remove_leftovers(self.folder)
         if built or not (self.folder / "metadata.json").exists():
-            _write_metadata(self.folder, self.recipe, self.index.num_chunks)
+            write_metadata(self.folder, self.recipe, self.index.num_chunks)
 
     def _build(self) -> list[Record]:
         jobs = self._jobs()
@@ -332,20 +343,6 @@ class _Update:
             f"{error}\nThe document is kept in {self.folder / 'suspects'}. All chunks of that engine are built again "
             "with the Hugging Face reference."
         )
-
-
-def _write_metadata(folder: Path, recipe: Recipe, num_chunks: int) -> None:
-    """A page for people, derived from the records: nothing is ever read from it."""
-    summary = summarise(folder, num_chunks, recipe.sequence_length)
-    value = {
-        "version": recipe.format,
-        "recipe": asdict(recipe),
-        "snapshot": Snapshot(Index(folder)).digest,
-        "summary": asdict(summary),
-        "utilisation": round(summary.utilisation, 6),
-        "bytes_per_token": round(summary.bytes_per_token, 4),
-    }
-    store.replace(folder / "metadata.json", json.dumps(value, indent=2).encode() + b"\n")
 
 
 def _free_name(folder: Path) -> Path:

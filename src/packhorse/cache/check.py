@@ -1,0 +1,368 @@
+"""A cache on disk -> what is wrong with it, and what to do about each thing. Nothing is changed.
+
+    quick    every small file in full: recipe, tokenizer copy, plan, records, index, metadata, suspects; sizes of chunks
+    full     also every hash of every chunk, on all usable cores
+    deep     also what the chunks hold (see `deep.py`), and some documents tokenized again from their source
+
+A chunk that is planned and not built yet is no damage. Neither are chunks that are committed and not indexed yet: a
+builder may be at work.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from packhorse.cache import store
+from packhorse.cache.byte_progress import ByteProgress
+from packhorse.cache.deep import check_content, check_sample
+from packhorse.cache.metadata import check_metadata
+from packhorse.cache.plan import Plan, read_page
+from packhorse.cache.reader import ChunkReader
+from packhorse.cache.recipe import Identity, read_identity, verified_file
+from packhorse.cache.record import Record, chunk_path, committed_chunks, read_record, record_path
+from packhorse.cache.regular import open_file
+from packhorse.cache.snapshot import EMPTY_DIGEST, PAGE_CHUNKS, Index, Totals, next_digest
+from packhorse.cache.workers import usable_cores
+from packhorse.corpus.sources import Source
+from packhorse.errors import CacheError, PackhorseError
+
+Depth = Literal["quick", "full", "deep"]
+
+REMEDIES = {
+    "recipe": "`packhorse cache repair --config ...` writes it again from the settings.",
+    "tokenizer": "`packhorse cache repair --config ...` takes it from the tokenizer of the settings again.",
+    "plan": "Bring the page back from a copy: nothing else knows what was planned. Chunks that exist can be read.",
+    "record": "`packhorse cache repair` builds the chunk again and writes the record anew.",
+    "chunk": "`packhorse cache repair` builds it again from its source.",
+    "index": "It is derived: `packhorse cache repair` derives it again from the records.",
+    "metadata": "It is derived: `packhorse cache repair` derives it again from the records.",
+    "suspect": "`packhorse cache repair` writes down again that this engine is not to be trusted.",
+}
+"""What can be damaged -> what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that is wrong."""
+
+    kind: str
+    """One of `REMEDIES`."""
+    path: Path
+    problem: str
+    chunk: int | None = None
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it."""
+        return REMEDIES[self.kind]
+
+    def __str__(self) -> str:
+        return f"{'' if self.chunk is None else f'chunk {self.chunk}: '}{self.problem}\n  {self.remedy}"
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What a check found."""
+
+    folder: Path
+    depth: Depth
+    chunks: int = 0
+    """Chunks that were checked."""
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What is no damage and worth knowing."""
+    retokenized: int = 0
+    """Documents that were tokenized again from their source."""
+    bytes_read: int = 0
+    """Of chunk files."""
+    seconds: float = 0.0
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
+
+    @property
+    def damaged_chunks(self) -> list[int]:
+        """Chunks whose file or record is damaged or missing."""
+        return sorted({f.chunk for f in self.findings if f.chunk is not None and f.kind in ("record", "chunk")})
+
+    def problem_of(self, chunk: int) -> str:
+        """What is wrong with a chunk, in words."""
+        return "; ".join(f.problem for f in self.findings if f.chunk == chunk)
+
+    def add(self, kind: str, path: Path, problem: object, chunk: int | None = None) -> None:
+        """Something is wrong."""
+        self.findings.append(Finding(kind=kind, path=path, problem=str(problem).split("\n")[0], chunk=chunk))
+
+    def lines(self) -> list[str]:
+        """For people."""
+        what = {"quick": "sizes and records verified", "full": "all hashes verified", "deep": "everything verified"}
+        damaged = len(self.damaged_chunks)
+        verdict = what[self.depth] if self.is_good else f"{damaged} damaged"
+        lines = [f"{self.chunks - damaged}/{self.chunks} chunks, {verdict}"]
+        if self.retokenized:
+            lines.append(f"{self.retokenized:,} documents tokenized again from their source")
+        return lines + self.notes + [str(finding) for finding in self.findings]
+
+
+def check_cache(folder: Path, depth: Depth = "full", sources: list[Source] | None = None, quiet: bool = True) -> Report:
+    """Check a cache. Changes nothing.
+
+    Args:
+        folder: The cache.
+        depth: How closely to look.
+        sources: For `deep`: what the settings name now; without them files are looked for where they were planned.
+        quiet: Do not show progress.
+
+    Raises:
+        CacheIncompleteError: there is no cache at all.
+    """
+    start = time.monotonic()
+    check = _Check(folder, depth)
+    check.small_files()
+    if depth != "quick":
+        check.chunk_files(quiet)
+    if depth == "deep" and check.identity is not None and check.plan is not None:
+        check.report.retokenized = check_sample(check.plan, check.identity, check.records(), sources, check.report)
+    check.report.findings.sort(key=lambda finding: (finding.chunk is not None, finding.chunk or 0))
+    check.report.seconds = time.monotonic() - start
+    return check.report
+
+
+def check_chunk(folder: Path, record: Record, identity: Identity | None, deep: bool = False) -> list[str]:
+    """What is wrong with the file of a chunk, compared with its record: every hash, and deeper if asked to."""
+    path = chunk_path(folder, record.chunk, record.file_sha256)
+    try:
+        reader = ChunkReader(path, record.chunk, record.recipe, bytes.fromhex(record.index_sha256))
+    except CacheError as error:
+        return [str(error)]
+    header = reader.header
+    said = (record.train_sequences, record.eval_sequences, record.pieces, record.documents)
+    found = (header.num_train, header.num_eval, header.num_pieces, header.num_documents)
+    if said != found:
+        return [f"{path} has {found} train and eval sequences, pieces and documents; its record says {said}."]
+    try:
+        payload = reader.content_digest()
+    except CacheError:
+        return [f"{path} is damaged: {reader.damage()}."]
+    if payload != record.payload_sha256:
+        return [f"{path} holds other tokens than its record says."]
+    with open(open_file(path), "rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != record.file_sha256:
+            return [f"{path} has another SHA-256 than its record says."]
+    if deep and identity is not None:
+        return [f"{path}: {problem}." for problem in check_content(reader, record, identity.recipe)]
+    return []
+
+
+class _Check:
+    """One run of `check_cache`."""
+
+    def __init__(self, folder: Path, depth: Depth) -> None:
+        self.folder, self.depth = folder, depth
+        self.report = Report(folder=folder, depth=depth)
+        self.identity: Identity | None = None
+        self.plan: Plan | None = None
+        self.index = Index(folder)
+
+    def small_files(self) -> None:
+        """Everything but the content of chunks."""
+        self._identity()
+        self._plan()
+        self._suspects()
+        self._records()
+        self._index()
+        self._metadata()
+
+    def chunk_files(self, quiet: bool) -> None:
+        """Every hash of every chunk whose record and size are right."""
+        damaged = set(self.report.damaged_chunks)
+        records = [record for record in self.records() if record.chunk not in damaged]
+        with (
+            ByteProgress("checking", sum(record.file_bytes for record in records), quiet) as progress,
+            ThreadPoolExecutor(len(usable_cores())) as pool,
+        ):
+
+            def look(record: Record) -> tuple[Record, list[str]]:
+                problems = check_chunk(self.folder, record, self.identity, self.depth == "deep")
+                progress.add(record.file_bytes)
+                return record, problems
+
+            for record, problems in pool.map(look, records):
+                path = chunk_path(self.folder, record.chunk, record.file_sha256)
+                for problem in problems:
+                    self.report.add("chunk", path, problem, record.chunk)
+                self.report.bytes_read += record.file_bytes
+
+    def records(self) -> Iterator[Record]:
+        """The records that can be read."""
+        for chunk in committed_chunks(self.folder):
+            try:
+                yield read_record(self.folder, chunk)
+            except (CacheError, FileNotFoundError):
+                continue
+
+    def _identity(self) -> None:
+        path = self.folder / "recipe.json"
+        try:
+            self.identity = read_identity(self.folder)
+        except PackhorseError as error:
+            if not path.exists() and not (self.folder / "records").is_dir():
+                raise
+            self.report.add("recipe", path, error)
+            return
+        for name, digest in self.identity.tokenizer_files.items():
+            copy = self.folder / "tokenizer" / name
+            try:
+                verified_file(copy, digest)
+            except CacheError as error:
+                self.report.add("tokenizer", copy, error)
+
+    def _plan(self) -> None:
+        root = self.folder / "plan"
+        numbers = sorted(int(path.stem) for path in root.glob("*.json") if path.stem.isdigit())
+        for number in range(numbers[-1] + 1 if numbers else 0):
+            path = root / f"{number:06d}.json"
+            try:
+                read_page(path)
+            except FileNotFoundError:
+                self.report.add("plan", path, f"{path} is missing, and later pages are there.")
+            except CacheError as error:
+                self.report.add("plan", path, error)
+        try:
+            self.plan = Plan(self.folder)
+        except CacheError as error:
+            if not any(finding.kind == "plan" for finding in self.report.findings):
+                self.report.add("plan", root, error)
+
+    def _suspects(self) -> None:
+        for path in sorted((self.folder / "suspects").glob("*.json")):
+            try:
+                if not isinstance(store.read_sealed(path).get("engine"), str):
+                    self.report.add("suspect", path, f"{path} names no engine.")
+            except CacheError as error:
+                self.report.add("suspect", path, error)
+
+    def _records(self) -> None:
+        committed = committed_chunks(self.folder)
+        self.report.chunks = len({*committed, *range(self.index.num_chunks)})
+        for chunk in sorted(set(range(self.index.num_chunks)) - set(committed)):
+            path = record_path(self.folder, chunk)
+            self.report.add("record", path, f"{path} is missing.", chunk)
+        strangers: dict[str, list[int]] = {}
+        unplanned: dict[Path, list[int]] = {}
+        for chunk in committed:
+            path = record_path(self.folder, chunk)
+            try:
+                record = read_record(self.folder, chunk)
+            except CacheError as error:
+                self.report.add("record", path, error, chunk)
+                continue
+            except FileNotFoundError:
+                continue  # moved away since the folder was listed
+            if self.identity is not None and record.recipe != self.identity.recipe.digest:
+                strangers.setdefault(record.recipe, []).append(chunk)
+            if self.plan is not None and (page := self._page_of_another_plan(record)) is not None:
+                unplanned.setdefault(page, []).append(chunk)
+            self._file_size(record)
+        self._strangers(strangers, len(committed))
+        self._unplanned(unplanned, committed)
+
+    def _page_of_another_plan(self, record: Record) -> Path | None:
+        """The page that plans something else than the record is of."""
+        if record.chunk >= self.plan.num_chunks:
+            return self.folder / "plan"
+        if record.ranges == self.plan.entry(record.chunk):
+            return None
+        return self.folder / "plan" / f"{self.plan.page(record.chunk).page:06d}.json"
+
+    def _file_size(self, record: Record) -> None:
+        path = chunk_path(self.folder, record.chunk, record.file_sha256)
+        try:
+            size = path.lstat().st_size
+        except FileNotFoundError:
+            self.report.add("chunk", path, f"{path} is missing.", record.chunk)
+            return
+        if size != record.file_bytes:
+            problem = f"{path} has {size:,} bytes; its record says {record.file_bytes:,}."
+            self.report.add("chunk", path, problem, record.chunk)
+
+    def _strangers(self, strangers: dict[str, list[int]], committed: int) -> None:
+        """Records of another recipe: when all are of the same other one, it is the recipe.json that is wrong."""
+        path = self.folder / "recipe.json"
+        for digest, chunks in strangers.items():
+            if len(chunks) == committed:
+                mine = self.identity.recipe.digest
+                problem = f"{path} is that of another cache: its digest is {mine[:12]}, all records say {digest[:12]}."
+                self.report.add("recipe", path, problem)
+                continue
+            for chunk in chunks:
+                where = record_path(self.folder, chunk)
+                self.report.add("record", where, f"{where} is of another recipe ({digest[:12]}).", chunk)
+
+    def _unplanned(self, unplanned: dict[Path, list[int]], committed: list[int]) -> None:
+        """Records that are not of what is planned: when all of a page are not, it is the page that is wrong."""
+        for path, chunks in unplanned.items():
+            number = int(path.stem) if path.stem.isdigit() else -1
+            first = self.plan.pages[number].first_chunk if number >= 0 else self.plan.num_chunks
+            stop = first + len(self.plan.pages[number].entries) if number >= 0 else 2**63
+            if len(chunks) > 1 and len(chunks) == sum(first <= chunk < stop for chunk in committed) and number >= 0:
+                problem = f"{path} plans other ranges than the records of its {len(chunks)} chunks are of."
+                self.report.add("plan", path, problem)
+                continue
+            for chunk in chunks:
+                where = record_path(self.folder, chunk)
+                self.report.add("record", where, f"{where} is not of what is planned.", chunk)
+
+    def _index(self) -> None:
+        if not self.index.num_chunks and (self.folder / "metadata.json").exists() and committed_chunks(self.folder):
+            self.report.add("index", self.folder / "index", f"{self.folder / 'index'} is missing.")
+        totals, digest = Totals(), EMPTY_DIGEST
+        for page in range(-(-self.index.num_chunks // PAGE_CHUNKS)):
+            path = self.index.path(page)
+            try:
+                header, rows = self.index.header(page), self.index.rows(page)
+            except CacheError as error:
+                self.report.add("index", path, error)
+                return  # what comes after it cannot be compared
+            if header.before != totals or header.after != totals.plus(rows) or header.digest != _digest(rows[-1]):
+                self.report.add("index", path, f"{path} has other sums than its rows.")
+            totals = header.after
+            for place, row in enumerate(rows):
+                digest = self._row(path, page * PAGE_CHUNKS + place, row, digest)
+        if self.plan is not None and self.index.num_chunks > self.plan.num_chunks:
+            problem = f"{self.folder / 'index'} has {self.index.num_chunks} chunks, planned are {self.plan.num_chunks}."
+            self.report.add("plan", self.folder / "plan", problem)
+
+    def _row(self, path: Path, chunk: int, row, before: bytes) -> bytes:
+        """Compare a row with its record; the digest that goes on from there."""
+        try:
+            record = read_record(self.folder, chunk)
+        except (CacheError, FileNotFoundError):
+            return _digest(row)
+        said = (record.train_sequences, record.eval_sequences, record.train_tokens, record.eval_tokens)
+        found = tuple(int(row[name]) for name in ("train", "eval", "train_tokens", "eval_tokens"))
+        hashes = (record.file_sha256, record.index_sha256)
+        same = hashes == tuple(bytes(row[name].item()).hex() for name in ("file_sha256", "index_sha256"))
+        if said != found or not same or next_digest(before, record) != _digest(row):
+            self.report.add("index", path, f"{path} says something else of chunk {chunk} than its record.", chunk)
+        return _digest(row)
+
+    def _metadata(self) -> None:
+        if self.identity is None or not self.report.is_good:
+            return  # what it is derived from is damaged itself
+        with suppress(FileNotFoundError):
+            try:
+                check_metadata(self.folder, self.identity.recipe, self.index.num_chunks)
+            except CacheError as error:
+                self.report.add("metadata", self.folder / "metadata.json", error)
+
+
+def _digest(row) -> bytes:
+    return bytes(row["digest"].item())
