@@ -208,7 +208,7 @@ def test_a_llama_with_layers_of_another_kind_is_refused():
 def test_lora_finds_the_projections_and_keeps_the_gates(tmp_path):
     """Runs where peft is installed; it is not one of our dependencies."""
     peft = pytest.importorskip("peft")
-    model = make_model()
+    model = make_model(first_segment="gated")
     names = ["q_proj", "k_proj", "v_proj", "o_proj"]
     tuned = peft.get_peft_model(model, peft.LoraConfig(target_modules=names, modules_to_save=["gate"]))
     inputs = packed()
@@ -221,5 +221,5 @@ def test_lora_finds_the_projections_and_keeps_the_gates(tmp_path):
             gate.add_(1)
     tuned.save_pretrained(tmp_path)
     torch.manual_seed(0)
-    loaded = peft.PeftModel.from_pretrained(make_model(), tmp_path).eval()
+    loaded = peft.PeftModel.from_pretrained(make_model(first_segment="gated"), tmp_path).eval()
     torch.testing.assert_close(loaded(**inputs).logits, tuned.eval()(**inputs).logits)

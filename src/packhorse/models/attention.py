@@ -10,7 +10,6 @@ Shapes: B rows, T tokens of a row, N segments, S places of a segment, R segments
 G key/value heads, K head size.
 """
 
-import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -92,12 +91,11 @@ class InfiniAttentionMixin:
                 settings.detach_every_n_segments,
             ).transpose(1, 2)
 
-        gate_H1 = gate(memory_RSHK)
         # Runs with R = 0 too: then the gates get a zero gradient instead of none, as data-parallel training needs it.
         first, rest_RSHK = segments.split(local_NSHK)
-        mixed_RSHK = torch.lerp(rest_RSHK.to(memory_RSHK.dtype), memory_RSHK, gate_H1)
+        mixed_RSHK = gate(rest_RSHK, memory_RSHK)
         if settings.first_segment == "gated":
-            first = first * (1 - gate_H1)
+            first = first * (1 - gate.share(memory_RSHK))
         return segments.unfold(segments.join(first.to(local_NSHK.dtype), mixed_RSHK.to(local_NSHK.dtype)))
 
     def _attend_locally(self, query_NSHK, key_NSGK, value_NSGK, position_embeddings) -> Tensor:

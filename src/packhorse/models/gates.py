@@ -26,7 +26,11 @@ class Gate(nn.Module):
         self.kind = kind
         self.weight = nn.Parameter(torch.zeros(num_heads, dtype=torch.float32))
 
-    def forward(self, like: Tensor) -> Tensor:
+    def forward(self, local: Tensor, answer: Tensor) -> Tensor:
+        """Equation (10) of [..., H, K] local outputs and the memory's answers, in the dtype of the answers."""
+        return torch.lerp(local.to(answer.dtype), answer, self.share(answer))
+
+    def share(self, like: Tensor) -> Tensor:
         """The share of memory of each head, [H, 1], in the dtype of `like`."""
         return activate_gate(self.weight, self.kind).to(like.dtype).unsqueeze(-1)
 
@@ -71,11 +75,11 @@ def gate_parameters(model: nn.Module) -> list[nn.Parameter]:
 def gate_values(model: nn.Module) -> Tensor:
     """The share of memory in every head's output, [layers with a memory, heads], in fp32: for logs and pictures."""
     shares = [
-        activate_gate(_whole(gate.weight).float(), gate.kind) for gate in model.modules() if isinstance(gate, Gate)
+        activate_gate(whole(gate.weight).float(), gate.kind) for gate in model.modules() if isinstance(gate, Gate)
     ]
     return torch.stack(shares)
 
 
-def _whole(weight: Tensor) -> Tensor:
+def whole(weight: Tensor) -> Tensor:
     """All of a parameter that may be sharded over devices (FSDP)."""
     return weight.full_tensor() if hasattr(weight, "full_tensor") else weight

@@ -81,7 +81,7 @@ def _attend_locally(query_1HSK, key_1HSK, value_1HSK, tables, scaling) -> Tensor
 
 
 def _mix(local, answer, gate, settings: InfiniAttentionConfig, is_first: bool) -> Tensor:
-    gate_H11 = gate(answer).unsqueeze(-1)
+    gate_H11 = gate.share(answer).unsqueeze(-1)
     mixed = gate_H11 * answer + (1 - gate_H11) * local
     if is_first and settings.first_segment == "bypass":
         return local + 0 * mixed  # the gates keep a gradient, zero, as data-parallel training needs it

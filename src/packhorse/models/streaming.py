@@ -266,7 +266,7 @@ def attend_by_stream(
         if gate is not None:
             answer_BPHK = state.read(query_BPHK)
             local_BPHK = mixed_BPHK.to(answer_BPHK.dtype)
-            mixed_BPHK = torch.lerp(local_BPHK, answer_BPHK, gate(answer_BPHK))
+            mixed_BPHK = gate(local_BPHK, answer_BPHK)
             if settings.first_segment == "bypass":
                 mixed_BPHK = torch.where(step.has_past_B[:, None, None, None], mixed_BPHK, local_BPHK)
             if step.full_rows is not None:

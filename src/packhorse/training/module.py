@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning import LightningModule
+from lightning import Callback, LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -31,6 +31,7 @@ from packhorse.models import (
 )
 from packhorse.training.gate_budget import gate_schedule
 from packhorse.training.loss import TokenLoss, chunked_cross_entropy
+from packhorse.training.memory_monitor import InfiniAttentionMonitor
 from packhorse.training.schedule import Schedule, warmup_steps
 from packhorse.training.step_mean import StepMean
 
@@ -176,6 +177,13 @@ class LanguageModule(LightningModule):
         self.model.train()
         if self.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def configure_callbacks(self) -> list[Callback]:
+        """The monitor of gates and memory, as `infini_attention` asks for it."""
+        settings = self.infini_attention
+        if not (settings.logging and settings.turn_on_memory):
+            return []
+        return [InfiniAttentionMonitor(settings.logging_interval, settings.log_grad, settings.log_segment_acts)]
 
     def configure_optimizers(self) -> dict[str, Any]:
         """Matrices with weight decay, vectors without, gates with a learning rate of their own."""
