@@ -107,6 +107,7 @@ def test_cache_commands_tell_the_same_in_json(config, capsys):
     assert main(["cache", "status", "--config", str(config), "--json"]) == 0
     status = json.loads(capsys.readouterr().out)
     assert status["missing"] == []
+    assert built.pop("built") == 1
     assert {key: status[key] for key in built} == built
     assert main(["cache", "validate", "--config", str(config)]) == 0
     assert "1/1 chunks, all hashes verified" in capsys.readouterr().out

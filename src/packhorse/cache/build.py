@@ -115,11 +115,19 @@ class Builder:
         folder: The cache: its recipe and its tokenizer are there.
         engine: `auto`, `fastokens` or `hf`.
         compression: A level of `chunk.LEVELS`.
+        read_back: Read what was written again before it counts.
         tell: Takes a message for the user.
     """
 
-    def __init__(self, folder: Path, engine: str, compression: str, tell: Callable[[str], None] = say) -> None:
-        self.folder, self.compression = folder, compression
+    def __init__(
+        self,
+        folder: Path,
+        engine: str,
+        compression: str,
+        read_back: bool = True,
+        tell: Callable[[str], None] = say,
+    ) -> None:
+        self.folder, self.compression, self.read_back = folder, compression, read_back
         identity = read_identity(folder)
         self.recipe = identity.recipe
         split = self.recipe.split_special_tokens
@@ -181,7 +189,7 @@ class Builder:
             rows_filtered=built.skipped.filtered,
             rows_duplicate=built.skipped.duplicate,
         )
-        return lambda: commit(self.folder, record, built.encoded.parts)
+        return lambda: commit(self.folder, record, built.encoded.parts, self.read_back)
 
 
 def build_all(

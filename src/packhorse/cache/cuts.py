@@ -56,6 +56,31 @@ def _advance(file: TextFile, start: int, stop: int, room: float, fresh: bool) ->
     return cut
 
 
+def first_bytes(ranges: list[Range], files: dict[int, TextFile], size: float) -> list[Range]:
+    """The beginning of some ranges: about `size` bytes of text, cut between two documents."""
+    kept: list[Range] = []
+    for number, start, stop in ranges:
+        if size < 1:
+            break
+        weight = range_weight(files[number], start, stop)
+        cut = stop if weight <= size else _find_place(files[number], start, stop, size)
+        kept.append((number, start, cut))
+        size -= weight
+    return kept
+
+
+def _find_place(file: TextFile, start: int, stop: int, size: float) -> int:
+    """Where about `size` bytes of text after `start` end; at least one document is before it."""
+    if not file.counts_rows:
+        return find_cut(file, start + max(1, int(size)), stop)
+    for first, rows, weight in _row_groups(file):
+        low, high = max(first, start), min(first + rows, stop)
+        if low < high and (here := weight * (high - low) / rows) > size:
+            return min(high, max(low, start + 1, low + round(size * rows / weight)))
+        size -= here if low < high else 0
+    return stop
+
+
 def range_weight(file: TextFile, start: int, stop: int) -> float:
     """Bytes of text in a range, as far as they are known without reading it."""
     if not file.counts_rows:

@@ -72,6 +72,8 @@ class Page:
     """Sources that were read to their end, and their fingerprints ("" for none)."""
     dropped: list[list[int]] = field(default_factory=list)
     """With `deduplicate: exact`, for each chunk the rows of documents that have a place before, in order."""
+    max_tokens: int | None = None
+    """The tokens that a plan with this page was to have, if that is what ended it."""
 
 
 class Plan:

@@ -5,15 +5,17 @@ the same amount of text, and end where row groups and documents end. Streams are
 chunk, and their pages are published (and built) as they come.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 
 from packhorse.cache import rate, spool
-from packhorse.cache.cuts import cut_ranges
+from packhorse.cache.cuts import cut_ranges, first_bytes
 from packhorse.cache.duplicates import Duplicates
 from packhorse.cache.locations import Locations, take
 from packhorse.cache.plan import Page, Plan, PlannedFile, Range
 from packhorse.cache.rate import tokens_per_byte, tokens_per_byte_of
+from packhorse.cache.record import read_record
 from packhorse.corpus.documents import TextFile, count_rows, file_length, find_row
 from packhorse.corpus.files import SourceFile, check_column, probe_file
 from packhorse.corpus.sources import Deferred, Document, Files, Source, Stream
@@ -36,6 +38,8 @@ class Planner:
         sequences_per_chunk: Sequences that a chunk is to have.
         max_documents: Rows to take in all, None for all.
         deduplicate: Find the documents that have a place before.
+        max_chunks: Chunks to plan in all, None for as many as it takes.
+        max_tokens: Tokens to plan in all, by the rate of a sample; None for all.
     """
 
     def __init__(
@@ -48,10 +52,12 @@ class Planner:
         sequences_per_chunk: int,
         max_documents: int | None,
         deduplicate: bool = False,
+        max_chunks: int | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         self.plan, self.sources, self.count_tokens = plan, sources, count_tokens
         self.chunk_tokens = sequence_length * sequences_per_chunk
-        self.max_documents = max_documents
+        self.max_documents, self.max_chunks, self.max_tokens = max_documents, max_chunks, max_tokens
         self.locations = Locations(plan, sources)
         self._duplicates = Duplicates(plan, self.locations) if deduplicate else None
         self._next_page = 0
@@ -190,16 +196,24 @@ class Planner:
         if self.max_documents is not None:
             ranges, rows, complete = self._limit(ranges, files)
         finished = done if complete else {}
-        if not ranges and not any(self.plan.finished.get(k) != v for k, v in finished.items()):
+        if self._is_full() if ranges else all(self.plan.finished.get(k) == v for k, v in finished.items()):
             return
         density = tokens_per_byte(ranges, files, self.count_tokens)
         chunk_bytes = max(1, round(self.chunk_tokens / density))
+        max_tokens = None
+        if self.max_tokens is not None:
+            within = first_bytes(ranges, files, self._tokens_left() / density)
+            if within != ranges:
+                ranges, rows, complete, max_tokens = within, None, False, self.max_tokens
         entries = list(cut_ranges(ranges, files, chunk_bytes))
+        if self.max_chunks is not None and len(entries) > self.max_chunks - self.plan.num_chunks:
+            entries, rows, complete = entries[: self.max_chunks - self.plan.num_chunks], None, False
+        finished = done if complete else {}
         # Files beyond `max_documents` do not enter the plan yet; those before are a prefix.
         last = max((number for entry in entries for number, _, _ in entry), default=-1)
         kept = new_files if complete else new_files[: max(0, last + 1 - len(self.plan.files))]
         if self._duplicates is None:
-            yield self._publish(kept, entries, chunk_bytes, density, rows, finished)
+            yield self._publish(kept, entries, chunk_bytes, density, rows, finished, max_tokens)
             return
         # Text is read for these pages: small ones can be built while the next is looked at.
         while len(entries) > SEARCHED_CHUNKS:
@@ -207,7 +221,7 @@ class Planner:
             count = max(0, last + 1 - len(self.plan.files))
             yield self._publish(kept[:count], entries[:SEARCHED_CHUNKS], chunk_bytes, density, None, {})
             kept, entries, rows = kept[count:], entries[SEARCHED_CHUNKS:], None
-        yield self._publish(kept, entries, chunk_bytes, density, rows, finished)
+        yield self._publish(kept, entries, chunk_bytes, density, rows, finished, max_tokens)
 
     def _limit(self, ranges: list[Range], files: dict[int, TextFile]) -> tuple[list[Range], int, bool]:
         """Cut the ranges where `max_documents` rows are reached."""
@@ -226,6 +240,30 @@ class Planner:
                 return kept, rows, False
         return kept, rows, True
 
+    def _is_full(self) -> bool:
+        """Whether a limit on chunks or tokens leaves nothing to plan."""
+        return self._are_all(0) or (self.max_tokens is not None and self._tokens_left() < 1)
+
+    def _are_all(self, num_more: int) -> bool:
+        """Whether so many chunks more are all that `max_chunks` allows."""
+        return self.max_chunks is not None and self.plan.num_chunks + num_more >= self.max_chunks
+
+    def _tokens_left(self) -> int:
+        """What `max_tokens` leaves: by what was planned, not by what came of it, or every run would add a crumb."""
+        planned = 0
+        for page in self.plan.pages:
+            planned = planned + self._tokens_of(page) if page.max_tokens is None else page.max_tokens
+        return max(0, self.max_tokens - planned)
+
+    def _tokens_of(self, page: Page) -> int:
+        tokens = 0
+        for chunk in range(page.first_chunk, page.first_chunk + len(page.entries)):
+            try:
+                tokens += read_record(self.plan.folder, chunk).tokens
+            except FileNotFoundError:
+                tokens += round(page.chunk_bytes * page.tokens_per_byte)
+        return tokens
+
     def _planned_rows(self) -> int:
         total = 0
         for page in self.plan.pages:
@@ -242,7 +280,7 @@ class Planner:
         if recorded and recorded == source.fingerprint:
             return
         left = None if self.max_documents is None else self.max_documents - self._planned_rows()
-        if left is not None and left <= 0:
+        if (left is not None and left <= 0) or self._is_full():
             return
         if source.fingerprint != source.key:
             # Nothing vouches for what was planned before but the content: a fingerprint may have changed since.
@@ -259,7 +297,12 @@ class Planner:
             return
         density = tokens_per_byte_of(head, self.count_tokens)
         chunk_bytes = max(1, round(self.chunk_tokens / density))
-        parts = spool.cut_stream(_chain(head, limited), chunk_bytes)
+        taken = chained = itertools.chain(head, limited)
+        if self.max_tokens is not None:
+            taken = _first_bytes(chained, self._tokens_left() / density)
+        parts = spool.cut_stream(taken, chunk_bytes)
+        if self.max_chunks is not None:
+            parts = itertools.islice(parts, self.max_chunks - self.plan.num_chunks)
         files: list[PlannedFile] = []
         while True:
             part = next(parts, None)
@@ -278,12 +321,16 @@ class Planner:
                 spool.write_documents(part, self.locations.spool_path(file))
                 files.append(file)
                 consumed += len(part)
-            if files and (part is None or len(files) == STREAM_PARTS):
+            # What `max_tokens` or `max_chunks` left is still in `chained`; what `max_documents` left, in `documents`.
+            is_cut = part is None and next(chained, _END) is not _END
+            max_tokens = self.max_tokens if is_cut and not self._are_all(len(files)) else None
+            if (files and (part is None or len(files) == STREAM_PARTS)) or max_tokens is not None:
                 first = len(self.plan.files)
                 entries = [[(first + i, 0, f.size)] for i, f in enumerate(files)]
-                complete = part is None and (left is None or next(documents, _END) is _END)
-                finished = {source.key: source.fingerprint or ""} if complete else {}
-                yield self._publish(files, entries, chunk_bytes, density, sum(f.size for f in files), finished)
+                is_end = part is None and not is_cut and next(documents, _END) is _END
+                finished = {source.key: source.fingerprint or ""} if is_end else {}
+                rows = sum(f.size for f in files)
+                yield self._publish(files, entries, chunk_bytes, density, rows, finished, max_tokens)
                 files = []
             if part is None:
                 return
@@ -296,6 +343,7 @@ class Planner:
         density: float,
         rows: int | None,
         finished: dict[str, str],
+        max_tokens: int | None = None,
     ) -> Page:
         located = {number: self.locations.of_new(number, files) for entry in entries for number, _, _ in entry}
         dropped = self._duplicates.find(entries, located) if self._duplicates else []
@@ -310,6 +358,7 @@ class Planner:
             rows=rows,
             finished=finished,
             dropped=dropped if any(dropped) else [],
+            max_tokens=max_tokens,
         )
         if page.page != self._next_page or self.plan.publish(page) != page:
             raise _Overtaken
@@ -341,6 +390,10 @@ def _limited(documents: Iterator[Document], count: int) -> Iterator[Document]:
         yield document
 
 
-def _chain(head: list[Document], rest: Iterator[Document]) -> Iterator[Document]:
-    yield from head
-    yield from rest
+def _first_bytes(documents: Iterator[Document], size: float) -> Iterator[Document]:
+    """Documents until they have so many bytes of text; at least one."""
+    for document in documents:
+        yield document
+        size -= 1 if document is None else len(document) * (1 if isinstance(document, str) else 4)
+        if size <= 0:
+            return

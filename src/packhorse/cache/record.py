@@ -5,13 +5,14 @@ counts, totals, indexes and snapshots are derived from records.
 """
 
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from packhorse.cache import store
 from packhorse.cache.plan import Range
 from packhorse.cache.typed import make, refuse_unless
-from packhorse.errors import CacheCorruptionError, NonDeterministicBuildError
+from packhorse.errors import CacheCorruptionError, NonDeterministicBuildError, StorageIOError
 
 FOLDER_CHUNKS = 1_000
 """Chunks in one folder."""
@@ -95,20 +96,33 @@ def record_path(folder: Path, chunk: int) -> Path:
     return folder / "records" / f"{chunk // FOLDER_CHUNKS:06d}" / f"{chunk:08d}.json"
 
 
-def commit(folder: Path, record: Record, parts: list[bytes | memoryview]) -> Record:
+def commit(folder: Path, record: Record, parts: list[bytes | memoryview], read_back: bool = True) -> Record:
     """Make a chunk exist: first its file, then its record.
+
+    Args:
+        folder: The cache.
+        record: What is known about the chunk.
+        parts: The bytes of its file.
+        read_back: Read the file again before the record is written, and compare its SHA-256.
 
     Returns:
         The record that counts: this one, or that of another builder who was first.
 
     Raises:
         NonDeterministicBuildError: another builder made other tokens of the same documents; nothing was overwritten.
+        StorageIOError: the disk did not keep what was written.
     """
     path = chunk_path(folder, record.chunk, record.file_sha256)
     store.make_folder(path.parent)
     if not store.publish(path, parts) and not store.holds(path, record.file_sha256):
         store.quarantine(path, folder)
         store.publish(path, parts)
+    if read_back and not store.holds(path, record.file_sha256):
+        moved = store.quarantine(path, folder)
+        raise StorageIOError(
+            f"{path} was read back with another content than was written; it is now {moved}.\n"
+            "Check the disk and the memory of this machine, and run the same command again."
+        )
     where = record_path(folder, record.chunk)
     store.make_folder(where.parent)
     if store.publish(where, store.seal(asdict(record))):
@@ -119,7 +133,7 @@ def commit(folder: Path, record: Record, parts: list[bytes | memoryview]) -> Rec
         # Another process has just moved it to the quarantine; a link that leads nowhere goes there now.
         if where.is_symlink():
             store.quarantine(where, folder)
-        return commit(folder, record, parts)
+        return commit(folder, record, parts, read_back)
     if winner.payload_sha256 != record.payload_sha256:
         raise NonDeterministicBuildError(
             f"Chunk {record.chunk} of {folder} was built twice, with different tokens:\n"
@@ -131,7 +145,7 @@ def commit(folder: Path, record: Record, parts: list[bytes | memoryview]) -> Rec
         if not chunk_path(folder, record.chunk, winner.file_sha256).exists():
             # The file of the winner is lost, and another codec makes another file of the same tokens.
             store.quarantine(where, folder)
-            return commit(folder, record, parts)
+            return commit(folder, record, parts, read_back)
         store.remove(path)
     return winner
 
@@ -166,9 +180,13 @@ def committed_chunks(folder: Path) -> list[int]:
     return sorted(int(path.stem) for path in _files(folder / "records", ".json") if path.stem.isdigit())
 
 
-def chunk_files(folder: Path) -> set[str]:
-    """Names of the chunk files that exist."""
-    return {path.name for path in _files(folder / "chunks", ".chunk")}
+def chunk_sizes(folder: Path) -> dict[str, int]:
+    """Names of the chunk files that exist -> bytes."""
+    sizes = {}
+    for path in _files(folder / "chunks", ".chunk"):
+        with suppress(FileNotFoundError):  # quarantined meanwhile
+            sizes[path.name] = path.stat().st_size
+    return sizes
 
 
 def _files(root: Path, suffix: str) -> list[Path]:

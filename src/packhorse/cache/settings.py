@@ -30,6 +30,12 @@ class CacheSettings:
     """What a document of a txt file is, as in `datasets`; `document` takes a whole file as one."""
     max_documents: int | None = None
     """Take only so many documents, in the order of the sources. Raising it later extends the cache."""
+    max_chunks: int | None = None
+    """Plan only so many chunks. Raising it later extends the cache, like the two below."""
+    max_sequences: int | None = None
+    """Plan only so many sequences. Text is planned before it is tokenized: the number is met within a few percent."""
+    max_tokens: int | None = None
+    """Plan only so many tokens, within a few percent."""
     tokenizer: str | None = None
     """A hub name (`name@revision` pins it), a folder, or a tokenizer.json; by default that of the model."""
     train_tokenizer: int | None = None
@@ -64,6 +70,8 @@ class CacheSettings:
     """How hard LZ4 works: `max` takes five times as long for a sixth less space."""
     engine: Literal["auto", "fastokens", "hf"] = "auto"
     """What tokenizes: `auto` takes fastokens where it proves to give the reference's ids."""
+    validation: bool = True
+    """Read every chunk back after it is written, and compare its hash before it counts."""
     workers: int | Literal["auto"] = "auto"
     """Builders, this process among them; `auto` takes the physical cores that may be used, 0 builds without threads."""
 
@@ -87,7 +95,8 @@ class CacheSettings:
                     "one of " + ", ".join(get_args(hint)),
                 )
         _check(self.sequences_per_chunk > 0, "sequences_per_chunk", self.sequences_per_chunk, "above 0")
-        _check(self.max_documents is None or self.max_documents > 0, "max_documents", self.max_documents, "above 0")
+        for name in ("max_documents", "max_chunks", "max_sequences", "max_tokens"):
+            _check(getattr(self, name) is None or getattr(self, name) > 0, name, getattr(self, name), "above 0")
         _check(self.workers == "auto" or self.workers >= 0, "workers", self.workers, "auto, or 0 and more")
         _check(
             self.train_tokenizer is None or self.train_tokenizer >= 257,
@@ -105,6 +114,12 @@ class CacheSettings:
         return open_sources(
             self.source, text_column=self.text_column, sample_by=self.sample_by, filters=tuple(self.filters)
         )
+
+    @property
+    def max_tokens_in_all(self) -> int | None:
+        """What `max_tokens` and `max_sequences` leave, if anything limits them."""
+        of_sequences = None if self.max_sequences is None else self.max_sequences * self.sequence_length
+        return min((limit for limit in (self.max_tokens, of_sequences) if limit is not None), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)

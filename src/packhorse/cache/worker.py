@@ -52,7 +52,7 @@ def main(core: str) -> None:
             if "tokenizer" in message:
                 load_early(Path(message["tokenizer"]), message["split_special_tokens"])
                 continue
-            setting = Path(message["folder"]), message["engine"], message["compression"]
+            setting = Path(message["folder"]), message["engine"], message["compression"], message["read_back"]
             builder = builder or Builder(*setting, lambda text: say(tell=text))
             job = message["job"]
             files = {

@@ -88,6 +88,7 @@ class Workers:
         folder: Path,
         engine: str,
         compression: str,
+        read_back: bool,
         on_progress: OnProgress,
         on_record: Callable[[Any], None],
         tell: Callable[[str], None],
@@ -99,6 +100,7 @@ class Workers:
             folder: The cache.
             engine: What is to tokenize: `auto`, `fastokens` or `hf`.
             compression: How hard LZ4 works.
+            read_back: Read what was written again before it counts.
             on_progress: Called with (documents, tokens, bytes of text) while chunks are made.
             on_record: Called with each committed record.
             tell: Takes messages for the user, each once.
@@ -111,11 +113,13 @@ class Workers:
         if not self._number:
             builder = None
             for job in jobs:
-                builder = builder or Builder(folder, engine, compression, tell)
+                builder = builder or Builder(folder, engine, compression, read_back, tell)
                 on_record(builder.build(job, on_progress))
             return
         jobs, running, told = iter(jobs), 0, set()
-        self._thread = threading.Thread(target=self._build_here, args=(folder, engine, compression), daemon=True)
+        self._thread = threading.Thread(
+            target=self._build_here, args=(folder, engine, compression, read_back), daemon=True
+        )
         self._thread.start()
 
         def give(number: int) -> int:
@@ -125,7 +129,7 @@ class Workers:
             if number == 0:
                 self._here.put(job)
             else:
-                setting = {"folder": str(folder), "engine": engine, "compression": compression}
+                setting = {"folder": str(folder), "engine": engine, "compression": compression, "read_back": read_back}
                 _send(self._others[number], {**setting, "job": asdict(job)})
             return 1
 
@@ -146,7 +150,7 @@ class Workers:
             else:
                 raise _error(message)
 
-    def _build_here(self, folder: Path, engine: str, compression: str) -> None:
+    def _build_here(self, folder: Path, engine: str, compression: str, read_back: bool) -> None:
         """The life of the builder in this process."""
         from packhorse.cache.build import Builder, Job, build_all
 
@@ -159,7 +163,7 @@ class Workers:
         def jobs() -> Iterator[tuple[Builder, Job]]:
             builder = None
             while (job := self._here.get()) is not None and not self._stopped:
-                builder = builder or Builder(folder, engine, compression, lambda text: say(tell=text))
+                builder = builder or Builder(folder, engine, compression, read_back, lambda text: say(tell=text))
                 yield builder, job
 
         build_all(

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from packhorse.cache.cache import Cache
+from packhorse.cache.selection import ranges as ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +30,3 @@ def describe(cache: Cache) -> dict[str, Any]:
         "utilisation": summary.utilisation,
         "bytes_per_token": summary.bytes_per_token,
     }
-
-
-def ranges(numbers: list[int]) -> str:
-    """1, 2, 3, 7 -> "1-3, 7"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -1,0 +1,246 @@
+"""One run of a builder: chunks that are missing -> committed chunks, and the snapshot that they make.
+
+Planned chunks come first, in order; then the plan is extended by what the sources have and the plan does not, page by
+page. What is not selected is left to others.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from packhorse.cache import store
+from packhorse.cache.build import Job
+from packhorse.cache.gaps import estimate_gaps
+from packhorse.cache.integrity import Integrity
+from packhorse.cache.plan import Plan
+from packhorse.cache.planner import Planner
+from packhorse.cache.progress import BuildProgress, say
+from packhorse.cache.recipe import Recipe, read_identity, tokenizer_json
+from packhorse.cache.record import Record, read_record
+from packhorse.cache.selection import Selection, ranges
+from packhorse.cache.settings import CacheSettings
+from packhorse.cache.snapshot import Index
+from packhorse.cache.staff import Staff
+from packhorse.cache.states import ChunkStates, find_states
+from packhorse.cache.suspects import Suspects
+from packhorse.corpus.engines import make_engine
+from packhorse.corpus.sources import Source
+from packhorse.errors import CacheCorruptionError, CacheError, CacheIncompleteError, EngineMismatch, SettingsError
+
+
+class Building:
+    """One run of a builder.
+
+    Args:
+        settings: How to build.
+        recipe: What the cache is.
+        folder: The cache.
+        sources: Where text comes from.
+        selection: Which chunks this builder asks for.
+        staff: The workers.
+        tell: Takes messages for the user.
+    """
+
+    def __init__(
+        self,
+        settings: CacheSettings,
+        recipe: Recipe,
+        folder: Path,
+        sources: list[Source],
+        selection: Selection,
+        staff: Staff,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.settings, self.recipe, self.folder, self.selection = settings, recipe, folder, selection
+        self.staff, self.tell = staff, tell
+        self.plan, self.index, self.suspects = Plan(folder), Index(folder), Suspects(folder)
+        self.planner = Planner(
+            self.plan,
+            sources,
+            self._count_tokens,
+            sequence_length=recipe.sequence_length,
+            sequences_per_chunk=settings.sequences_per_chunk,
+            max_documents=settings.max_documents,
+            max_chunks=settings.max_chunks,
+            max_tokens=settings.max_tokens_in_all,
+            deduplicate=recipe.deduplicate == "exact",
+        )
+        self.progress = BuildProgress(quiet=tell is not say)
+        self._waiting: dict[int, int] = {}  # file number -> unfinished chunks that still need it
+
+    def run(self) -> Integrity:
+        """Build what is missing of the selection.
+
+        Raises:
+            PackhorseError: see `errors.py`; what was committed before stays.
+        """
+        if self._is_suspect_index():
+            self.index.forget()
+        while True:
+            try:
+                built = self._build()
+                break
+            except EngineMismatch as error:
+                if error.engine.split()[0] != "fastokens":
+                    raise  # the reference itself: there is nothing to fall back on
+                self._suspect(error)
+        if any(self._differs_from_index(record) for record in built):
+            self.index.forget()
+        self.index.extend(self.plan.num_chunks, self._is_trusted)
+        if built:
+            self.tell(f"{len(built)} chunks built in {self.progress.seconds:.1f} s: {self.progress.rates()}")
+            store.remove_leftovers(self.folder)
+        states = find_states(self.folder, self.plan, self.index)
+        if left := [chunk for chunk in states.unfinished if chunk in self.selection]:
+            raise CacheError(f"Chunk {left[0]} of {self.folder} was not built. Run the command again.")
+        if not states.unfinished:
+            self.planner.locations.remove_spools()
+        return Integrity(
+            states=states,
+            built=len({record.chunk for record in built}),
+            is_read_back=self.settings.validation,
+        )
+
+    def _build(self) -> list[Record]:
+        jobs = self._jobs()
+        first = list(itertools.islice(jobs, 2))
+        if not first:
+            return []
+        workers = self.staff.call(many=len(first) > 1)
+        built: list[Record] = []
+
+        def on_record(record: Record) -> None:
+            built.append(record)
+            self.progress.committed()
+            self._release(record)
+
+        with self.progress.shown():
+            workers.run(
+                itertools.chain(first, jobs),
+                self.folder,
+                self._engine(),
+                self.settings.compression,
+                self.settings.validation,
+                self.progress.add,
+                on_record,
+                self.tell,
+            )
+        return built
+
+    def _jobs(self) -> Iterator[Job]:
+        """The chunks that are missing, planned ones first."""
+        states = self._states()
+        self._tell_gaps(states)
+        for chunk in states.suspect:
+            self.suspects.put_out_of_use(chunk)
+        yield from self._jobs_for(states.unfinished)
+        if self.selection.needs_more_than(self.plan.num_chunks):
+            yield from self._jobs_of_more()
+        if self.selection.start_chunk >= max(1, self.plan.num_chunks):
+            raise SettingsError(
+                f"start_chunk is {self.selection.start_chunk}: the plan of {self.folder} has "
+                f"{self.plan.num_chunks} chunks, numbered from 0."
+            )
+
+    def _jobs_of_more(self) -> Iterator[Job]:
+        """The chunks of pages that are added to the plan now."""
+        for page in self.planner.extend():
+            if page.entries:
+                verb = "Building" if page.page == 0 else "Extending"
+                self.tell(f"{verb} the cache {self.folder}: {len(page.entries)} chunks.")
+            yield from self._jobs_for(range(page.first_chunk, page.first_chunk + len(page.entries)))
+            if not self.selection.needs_more_than(self.plan.num_chunks):
+                return
+
+    def _jobs_for(self, chunks: Iterable[int]) -> Iterator[Job]:
+        entries = {chunk: self.plan.entry(chunk) for chunk in chunks}
+        for entry in entries.values():
+            for number in {number for number, _, _ in entry}:
+                self._waiting[number] = self._waiting.get(number, 0) + 1
+        selected = [chunk for chunk in entries if chunk in self.selection]
+        for chunk in selected:
+            self.progress.planned(1, self.plan.page(chunk).chunk_bytes)
+        for chunk in selected:
+            files = {number: self.planner.locations.locate(number) for number, _, _ in entries[chunk]}
+            yield Job(chunk=chunk, ranges=entries[chunk], files=files, dropped=self.plan.dropped(chunk))
+
+    def _states(self) -> ChunkStates:
+        states = find_states(self.folder, self.plan, self.index)
+        known = [*states.built, *states.lost, *states.damaged, *states.suspect]
+        # The last of either can only be there when its page was.
+        self.plan.refuse_gaps(max(self.index.num_chunks, 1 + max(known, default=-1)))
+        for message in states.unreadable.values():
+            raise CacheCorruptionError(message)
+        return states
+
+    def _tell_gaps(self, states: ChunkStates) -> None:
+        """What is there and what is missing, before anything is built."""
+        gaps = [chunk for chunk in states.unfinished if chunk in self.selection]
+        if self.selection.mode == "inverse":
+            if not states.planned:
+                raise CacheIncompleteError(
+                    f"{self.folder} has no plan yet, so there are no gaps to fill. Build without `--mode inverse`."
+                )
+            found = f"Found {len(states.built)} chunks ({ranges(states.built)})" if states.built else "Found no chunk"
+            missing = f"missing {len(gaps)} ({ranges(gaps)})" if gaps else "none is missing"
+            expected = f": {estimate_gaps(self.folder, self.plan, states, gaps, self.staff.expected)}" if gaps else ""
+            self.tell(f"{found}, {missing}{expected}.")
+        elif gaps:
+            done = f": {len(states.built)} of {states.planned} chunks are there" if states.built else ""
+            self.tell(f"Going on in {self.folder}{done}.")
+
+    def _release(self, record: Record) -> None:
+        """Remove the spools that no chunk waits for."""
+        for number in {number for number, _, _ in record.ranges}:
+            self._waiting[number] -= 1
+            if self._waiting[number] == 0:
+                self.planner.locations.remove_spool(number)
+
+    def _engine(self) -> str:
+        engine = self.suspects.instead_of(self.settings.engine)
+        if engine != self.settings.engine:
+            self.tell(f"The engine fastokens was wrong before ({self.folder / 'suspects'}): not used.")
+        return engine
+
+    def _count_tokens(self, texts: list[str]) -> int:
+        """By the reference: the sample is small, and builders have the fast engine to load."""
+        text = tokenizer_json(self.folder, read_identity(self.folder))
+        folder = str(self.folder / "tokenizer")
+        engine, _ = make_engine("hf", text, self.recipe.split_special_tokens, folder)
+        extra = (self.recipe.bos_id is not None) + (self.recipe.eos_id is not None)
+        return len(engine.encode(texts)[0]) + extra * len(texts)
+
+    def _is_trusted(self, record: Record) -> bool:
+        if record.recipe != self.recipe.digest:
+            raise CacheCorruptionError(f"The record of chunk {record.chunk} in {self.folder} is of another recipe.")
+        if record.ranges != self.plan.entry(record.chunk):
+            raise CacheCorruptionError(
+                f"The record of chunk {record.chunk} in {self.folder} is not of what is planned."
+            )
+        return record.engine not in self.suspects.engines()
+
+    def _is_suspect_index(self) -> bool:
+        """Whether chunks of a suspect engine are, or were, in the index: it must be derived anew."""
+        if not self.suspects.engines():
+            return False
+        try:
+            return not all(self._is_trusted(read_record(self.folder, n)) for n in range(self.index.num_chunks))
+        except FileNotFoundError:
+            # The record is in quarantine, and a power cut brought the index back.
+            return True
+
+    def _differs_from_index(self, record: Record) -> bool:
+        return record.chunk < self.index.num_chunks and self.index.file_sha256(record.chunk) != record.file_sha256
+
+    def _suspect(self, error: EngineMismatch) -> None:
+        """Put every chunk of an engine that was wrong out of use, before anything else is done."""
+        self.suspects.add(error)
+        self.staff.dismiss()
+        if self._is_suspect_index():
+            self.index.forget()
+        self.progress = BuildProgress(quiet=self.tell is not say)
+        self._waiting.clear()
+        self.tell(
+            f"{error}\nThe document is kept in {self.folder / 'suspects'}. All chunks of that engine are built again "
+            "with the Hugging Face reference."
+        )

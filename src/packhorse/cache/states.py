@@ -1,0 +1,75 @@
+"""Plan, records and files -> what is the matter with every chunk.
+
+    built      its record is there, and its file has the size that the record says
+    missing    it is planned, and has no record
+    lost       its record is there, its file is not
+    damaged    its file has another size, or its record cannot be read
+    suspect    its tokens are of an engine that was wrong
+
+Nothing is opened but records that are not in the index yet; `cache validate` is what reads and hashes.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from packhorse.cache.plan import Plan
+from packhorse.cache.record import chunk_path, chunk_sizes, committed_chunks, read_record
+from packhorse.cache.snapshot import Index
+from packhorse.cache.suspects import Suspects
+from packhorse.errors import CacheCorruptionError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkStates:
+    """The chunks of a plan, by state, each in order."""
+
+    planned: int
+    built: list[int] = field(default_factory=list)
+    missing: list[int] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
+    damaged: list[int] = field(default_factory=list)
+    suspect: list[int] = field(default_factory=list)
+    unreadable: dict[int, str] = field(default_factory=dict)
+    """Of the damaged ones, those whose record cannot be read, and why."""
+
+    @property
+    def unfinished(self) -> list[int]:
+        """All that must be built, in order."""
+        return sorted([*self.missing, *self.lost, *self.damaged, *self.suspect])
+
+
+def find_states(folder: Path, plan: Plan, index: Index) -> ChunkStates:
+    """Look at every chunk of a plan.
+
+    Args:
+        folder: The cache.
+        plan: Its plan.
+        index: Its index; chunks that it has are believed to be what it says.
+    """
+    committed = committed_chunks(folder)
+    states = ChunkStates(planned=plan.num_chunks)
+    states.missing.extend(sorted(set(range(plan.num_chunks)) - set(committed)))
+    sizes = chunk_sizes(folder)
+    engines = Suspects(folder).engines()
+    for chunk in committed:
+        try:
+            digest, size = _recorded(folder, index, chunk)
+            found = sizes.get(chunk_path(folder, chunk, digest).name)
+            is_suspect = bool(engines) and read_record(folder, chunk).engine in engines
+        except FileNotFoundError:  # another process moved it to the quarantine
+            states.missing.append(chunk)
+            continue
+        except CacheCorruptionError as error:
+            states.damaged.append(chunk)
+            states.unreadable[chunk] = str(error)
+            continue
+        right = states.suspect if is_suspect else states.built
+        (states.lost if found is None else right if found == size else states.damaged).append(chunk)
+    return states
+
+
+def _recorded(folder: Path, index: Index, chunk: int) -> tuple[str, int]:
+    if chunk < index.num_chunks:
+        return index.file_sha256(chunk), int(index.row(chunk)["file_bytes"])
+    record = read_record(folder, chunk)
+    return record.file_sha256, record.file_bytes
