@@ -142,8 +142,8 @@ def commit(folder: Path, record: Record, parts: list[bytes | memoryview], read_b
             "Nothing was overwritten. Check the source and the memory of this machine."
         )
     if winner.file_sha256 != record.file_sha256:
-        if not chunk_path(folder, record.chunk, winner.file_sha256).exists():
-            # The file of the winner is lost, and another codec makes another file of the same tokens.
+        if not store.holds(chunk_path(folder, record.chunk, winner.file_sha256), winner.file_sha256):
+            # The file of the winner is lost or damaged, and another codec makes another file of the same tokens.
             store.quarantine(where, folder)
             return commit(folder, record, parts, read_back)
         store.remove(path)
