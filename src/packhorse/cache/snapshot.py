@@ -209,6 +209,9 @@ class Index:
         """Remove all pages; they are made again from the records."""
         for path in (self.folder / "index").glob("*.idx"):
             store.remove(path)
+        # A page that is made anew may get the name of one that was removed.
+        self._headers.clear()
+        self._rows.clear()
         self.reload()
 
     def _read(self, page: int, size: int) -> bytes:
