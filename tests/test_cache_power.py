@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import itertools
 import random
 import shutil
 from pathlib import Path
@@ -124,12 +123,13 @@ def test_every_sync_of_the_store_is_missed_when_it_is_left_out(line, fast_folder
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_twenty_thousand_power_cuts(fast_folder, gpt2_like):
-    """Also of builds that were killed before; a recovery that is cut off again is one of these."""
+    """Also of builds that were killed before: the power may go at any time of the recovery from a crash."""
     stages = [Stage(name, fast_folder / name, gpt2_like) for name in SCENARIOS]
     seen: set = set()
-    for killed_at in itertools.chain([()], ((number,) for number in itertools.count(1))):
+    for killed_at in [(), *((number,) for number in random.Random(0).sample(range(1, 80), 79))]:
         for stage in stages:
             assert not Outage(stage, killed_at).sweep(seen), (killed_at, stage.folder.name)
         print(f"killed at {killed_at}: {len(seen)} states", flush=True)
-        if len(seen) >= 20_000 and killed_at > (80,):
+        if len(seen) >= 20_000:
             return
+    raise AssertionError(f"only {len(seen)} states")

@@ -3,10 +3,14 @@
 import dataclasses
 import json
 import os
+import random
+import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -64,6 +68,41 @@ def test_a_build_with_workers_that_is_killed_again_and_again_ends_as_if_never_di
     assert same_cache(update_cache(CacheSettings(**settings), quiet=True), expected)
 
 
+def kill_in_the_middle(settings: dict, draw: random.Random, seconds: float) -> bool:
+    """Kill a build, or one of its workers, at a random instant after its cache exists; whether it was alive."""
+    process = start(settings)
+    while process.poll() is None and not any(Path(settings["cache_dir"]).glob("*/recipe.json")):
+        time.sleep(0.001)
+    time.sleep(draw.uniform(0, seconds))
+    victims = [psutil.Process(process.pid)] if process.poll() is None else []
+    if victims and draw.random() < 0.3:
+        with suppress(psutil.NoSuchProcess):
+            victims = victims[0].children() or victims
+    for victim in victims:
+        with suppress(psutil.NoSuchProcess):
+            victim.kill()
+    process.communicate()
+    return bool(victims)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(14_400)
+def test_five_hundred_builds_that_were_killed_at_random_instants_end_as_if_never_disturbed(large):
+    settings, expected = large
+    draw, kills, caches = random.Random(0), 0, 0
+    begin = time.monotonic()
+    assert start(settings).wait() == 0
+    seconds = time.monotonic() - begin
+    while kills < 500:
+        shutil.rmtree(settings["cache_dir"])
+        for _ in range(draw.randint(1, 4)):
+            kills += kill_in_the_middle(settings, draw, seconds)
+            visible_is_right(CacheSettings(**settings), expected)
+        assert same_cache(update_cache(CacheSettings(**settings), quiet=True), expected), kills
+        caches += 1
+        print(f"{kills} kills, {caches} caches", flush=True)
+
+
 def test_a_killed_worker_is_a_clear_error_and_the_next_run_finishes(large):
     settings, expected = large
     caught = []
@@ -105,6 +144,37 @@ def test_two_builders_at_once_make_one_consistent_cache(kind, large, fast_folder
         assert same_cache(cache, expected)
     assert cache.summary.documents == expected.summary.documents
     assert cache.summary.tokens == expected.summary.tokens
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("seed", range(5))
+def test_eight_builders_that_are_killed_and_stopped_make_each_chunk_once(seed, large):
+    settings, expected = large
+    settings = {**settings, "workers": 0}
+    draw, kills, stops = random.Random(seed), 0, 0
+    builders = [start(settings) for _ in range(8)]
+    while any(builder.poll() != 0 for builder in builders):
+        time.sleep(draw.uniform(0, 0.4))
+        number = draw.randrange(8)
+        builder = builders[number]
+        if builder.poll() is not None:
+            if builder.returncode != 0:
+                assert builder.returncode == -signal.SIGKILL, builder.communicate()[1]
+                builders[number] = start(settings)
+        elif draw.random() < 0.5 and kills < 40:
+            builder.kill()
+            builder.wait()
+            kills += 1
+        elif stops < 40:
+            builder.send_signal(signal.SIGSTOP)
+            time.sleep(draw.uniform(0, 0.5))
+            builder.send_signal(signal.SIGCONT)
+            stops += 1
+    print(f"seed {seed}: {kills} kills, {stops} stops", flush=True)
+    assert kills > 3
+    cache = open_cache(next(Path(settings["cache_dir"]).glob("*/recipe.json")).parent)
+    assert same_cache(cache, expected)
 
 
 class Disturbed:
