@@ -24,6 +24,7 @@ The digest of n chunks is SHA-256(digest of n - 1 chunks, chunk number, payload 
 """
 
 import hashlib
+import os
 import struct
 import zlib
 from bisect import bisect_right
@@ -112,16 +113,17 @@ class Index:
 
     def reload(self) -> None:
         """Look for pages that were published since."""
-        longest: dict[int, tuple[int, Path]] = {}
+        longest: dict[int, tuple[int, str]] = {}
         root = self.folder / "index"
-        for path in root.iterdir() if root.is_dir() else ():
-            first, _, count = path.stem.partition("-")
-            if path.suffix == ".idx" and first.isdigit() and count.isdigit():
-                longest[int(first)] = max(longest.get(int(first), (0, path)), (int(count), path))
-        self._paths: list[Path] = []
+        for name in os.listdir(root) if root.is_dir() else ():  # no `Path` of each: there are hundreds
+            stem, _, suffix = name.rpartition(".")
+            first, _, count = stem.partition("-")
+            if suffix == "idx" and first.isdigit() and count.isdigit():
+                longest[int(first)] = max(longest.get(int(first), (0, "")), (int(count), name))
+        self._names: list[str] = []
         self.num_chunks = 0
         while (found := longest.get(self.num_chunks)) is not None:
-            self._paths.append(found[1])
+            self._names.append(found[1])
             self.num_chunks += found[0]
             if found[0] < PAGE_CHUNKS:
                 break
@@ -165,9 +167,9 @@ class Index:
 
     def path(self, page: int) -> Path:
         """The file of a page."""
-        if page >= len(self._paths):
+        if page >= len(self._names):
             raise CacheIncompleteError(f"Page {page} of {self.folder / 'index'} is gone. Open the cache again.")
-        return self._paths[page]
+        return self.folder / "index" / self._names[page]
 
     def row(self, chunk: int) -> np.void:
         """The row of a chunk."""
@@ -239,7 +241,7 @@ class Index:
         values = (*before.values(), *before.plus(rows).values())
         head = HEADER.pack(MAGIC, 1, first, len(rows), 0, *values, digest, zlib.crc32(data), 0)[:-4]
         store.make_folder(self.folder / "index")
-        old = self._paths[page] if page < len(self._paths) else None
+        old = self.path(page) if page < len(self._names) else None
         path = self.folder / "index" / f"{first:09d}-{len(rows):04d}.idx"
         store.replace(path, head + struct.pack("<I", zlib.crc32(head)) + data)
         if old is not None and old.name < path.name:  # shorter: a longer one is another builder's
@@ -290,12 +292,13 @@ class Snapshot:
         if not len(numbers):
             return chunks, rows
         pages = np.array([self._page_of(int(n), split) for n in numbers]) if self._num_pages > 1 else None
-        for page in range(1) if pages is None else np.unique(pages):
+        # Not `np.unique`: its first call imports for longer than a cache takes to open.
+        for page in range(1) if pages is None else set(pages.tolist()):
             mask = slice(None) if pages is None else pages == page
-            ends = self._page_ends(int(page), split)
-            place = numbers[mask] - self._start(int(page), split)
+            ends = self._page_ends(page, split)
+            place = numbers[mask] - self._start(page, split)
             found = np.searchsorted(ends, place, side="right")
-            chunks[mask] = found + int(page) * PAGE_CHUNKS
+            chunks[mask] = found + page * PAGE_CHUNKS
             rows[mask] = place - np.where(found > 0, ends[found - 1], 0)
         return chunks, rows
 
