@@ -9,8 +9,8 @@ the index knows. Each opening is a fresh process, timed after its imports, and t
     python benchmarks/bench_open.py
     python benchmarks/bench_open.py --chunks 1000 1000000 --rounds 15
 
-On a busy machine look at the time of the processor (cpu). The last line is the slowest opening of the largest cache / that
-of the smallest.
+On a busy machine look at the time of the processor (cpu). The last line is the slowest opening of the largest cache /
+that of the smallest.
 """
 
 import argparse

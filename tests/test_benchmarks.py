@@ -24,6 +24,7 @@ RUNS = {
         "--rounds",
         "1",
     ],
+    "gap": ["bench_gap.py", "--megabytes", "0.5", "--rounds", "1"],
     "open": ["bench_open.py", "--chunks", "10", "4200", "--rounds", "1"],
     "read": ["bench_read.py", "--megabytes", "0.5", "--rounds", "1", "--seconds", "0.02"],
 }
