@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from packhorse.errors import CacheIncompleteError, SettingsError, TokenizerError
 from packhorse.models import InfiniAttentionConfig, gate_parameters
 from packhorse.training import LanguageModule, RecoveryCheckpoint, ScheduleSettings, TokenDataModule
+from packhorse.training.mixture import RunOrder
 from packhorse.training.module import AdamW
 from packhorse.training.order import TrainingOrder
 from packhorse.training.sampler import TrainSampler
@@ -126,14 +127,14 @@ def test_a_run_trains_each_sequence_once_per_epoch_and_batches_straddle_epochs(r
 
 @pytest.mark.parametrize(("micro_batch", "world_size", "accumulation"), [(8, 1, 1), (2, 1, 4), (4, 2, 1), (1, 4, 2)])
 def test_the_order_of_a_step_is_the_same_however_it_is_shared_out(micro_batch, world_size, accumulation):
-    order = TrainingOrder(seed=3, history=((0, 100),))
+    order = RunOrder((TrainingOrder(seed=3, history=((0, 100),)),), ((0, (2048,)),))
 
     def steps(micro_batch, world_size, accumulation):
         ranks = [
             list(
                 TrainSampler(
-                    order=order,
-                    step=5,
+                    order=lambda: order,
+                    trained=40,
                     accumulation=accumulation,
                     micro_batch=micro_batch,
                     rank=rank,
@@ -143,7 +144,7 @@ def test_the_order_of_a_step_is_the_same_however_it_is_shared_out(micro_batch, w
             )
             for rank in range(world_size)
         ]
-        return np.array(ranks).transpose(1, 0, 2).reshape(20, -1)
+        return np.array(ranks).transpose(1, 0, 2, 3).reshape(20, -1, 2)
 
     expected = np.stack([order.sequence_numbers(8 * step, 8) for step in range(5, 25)])
     np.testing.assert_array_equal(steps(micro_batch, world_size, accumulation), expected)

@@ -41,6 +41,10 @@ class CacheIncompleteError(CacheError):
     """A chunk that is asked for does not exist (yet)."""
 
 
+class SnapshotMismatch(CacheError):
+    """A cache is not the one that a checkpoint was trained on, or has less than it had."""
+
+
 class RecipeMismatch(CacheError):
     """A cache folder was built by another recipe than the one asked for."""
 

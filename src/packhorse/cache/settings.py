@@ -1,6 +1,6 @@
-"""What a user says about a cache: the `data:` group of a YAML, without torch."""
+"""What a user says about a cache: most of the `data:` group of a YAML, without torch."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from packhorse.corpus.filters import normal_filters
@@ -120,30 +120,6 @@ class CacheSettings:
         """What `max_tokens` and `max_sequences` leave, if anything limits them."""
         of_sequences = None if self.max_sequences is None else self.max_sequences * self.sequence_length
         return min((limit for limit in (self.max_tokens, of_sequences) if limit is not None), default=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataSettings(CacheSettings):
-    """The whole `data:` group: the cache, and how batches are made of it."""
-
-    micro_batch_size: int = 8
-    """Sequences per step of one device; the global batch is devices x nodes x micro batch x accumulation."""
-    eval_sequences: int = 2_048
-    """At most so many evaluation sequences are used for validation: the first of the cache, unchanged by growth."""
-    seed: int = 0
-    """Decides the order of training."""
-    prompts: tuple[str, ...] = ("def ", "import ", "class ")
-    """What `predict` continues."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check(self.micro_batch_size > 0, "micro_batch_size", self.micro_batch_size, "above 0")
-        _check(self.eval_sequences >= 0, "eval_sequences", self.eval_sequences, "0 or more")
-
-    @property
-    def cache(self) -> CacheSettings:
-        """The part that concerns the cache."""
-        return CacheSettings(**{field.name: getattr(self, field.name) for field in fields(CacheSettings)})
 
 
 def _check(holds: bool, name: str, value: object, expected: str) -> None:

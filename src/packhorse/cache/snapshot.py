@@ -270,7 +270,11 @@ class Snapshot:
     @property
     def digest(self) -> str:
         """SHA-256 over the chunks."""
-        return self._index.digest(self.num_chunks).hex()
+        return self.digest_of(self.num_chunks)
+
+    def digest_of(self, num_chunks: int) -> str:
+        """The digest of an earlier snapshot, of fewer chunks, with which this one begins."""
+        return self._index.digest(num_chunks).hex()
 
     def num_sequences(self, split: str) -> int:
         """Sequences on one side of the split, `train` or `eval`."""

@@ -11,7 +11,7 @@ _PUBLIC = {
     "RecoveryCheckpoint": "packhorse.training.checkpoints",
     "RunPlan": "packhorse.training.plan",
     "RunReport": "packhorse.training.monitors",
-    "ScheduleSettings": "packhorse.training.module",
+    "ScheduleSettings": "packhorse.training.schedule",
     "TokenDataModule": "packhorse.training.datamodule",
 }
 

@@ -14,7 +14,7 @@ from jsonargparse import set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from packhorse.corpus.sources import named_in_configuration
+from packhorse.cache.data_settings import name_sources
 from packhorse.errors import PackhorseError, SettingsError
 from packhorse.training.checkpoints import BestCheckpoint, RecoveryCheckpoint
 from packhorse.training.datamodule import TokenDataModule
@@ -42,11 +42,14 @@ class PackhorseCLI(LightningCLI):
         )
 
     def before_instantiate_classes(self) -> None:
-        """Without a tokenizer, take that of the model."""
+        """Without a tokenizer, take that of the model; without any limit, pass once over the data."""
         config = self.config[self.subcommand] if self.subcommand else self.config
         if config.data.tokenizer is None:
             config.data.tokenizer = config.model.pretrained
-        config.data.source = named_in_configuration(config.data.source)
+        name_sources(config.data)
+        if config.trainer.max_epochs is None:
+            is_limited = config.trainer.max_steps > 0 or config.data.max_tokens is not None
+            config.trainer.max_epochs = -1 if is_limited else 1
         if self.subcommand:
             _check_checkpoint(self.subcommand, config)
 
@@ -111,7 +114,6 @@ def make_cli(arguments: list[str], run: bool) -> PackhorseCLI:
             save_config_kwargs={"overwrite": True},
             seed_everything_default=0,
             trainer_defaults={
-                "max_epochs": 1,
                 "gradient_clip_val": 1.0,
                 "use_distributed_sampler": False,
                 "enable_progress_bar": sys.stderr.isatty(),

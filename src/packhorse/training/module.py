@@ -4,19 +4,21 @@ The model is made in `configure_model`, when the cache is open and its vocabular
 logits of a batch, so vocabularies of 150,000 entries cost little memory. Gates are a parameter group of their own.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning import Callback, LightningModule
 from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from packhorse.cache.progress import say
 from packhorse.errors import SettingsError, TokenizerError
 from packhorse.models import (
     InfiniAttentionConfig,
@@ -32,7 +34,8 @@ from packhorse.models import (
 from packhorse.training.gate_budget import gate_schedule
 from packhorse.training.loss import TokenLoss, chunked_cross_entropy
 from packhorse.training.memory_monitor import InfiniAttentionMonitor
-from packhorse.training.schedule import Schedule, warmup_steps
+from packhorse.training.permutation import derive_key
+from packhorse.training.schedule import Schedule, ScheduleSettings, set_learning_rates
 from packhorse.training.step_mean import StepMean
 
 FAMILIES = {
@@ -41,38 +44,6 @@ FAMILIES = {
     "qwen3": (InfiniQwen3Config, InfiniQwen3ForCausalLM),
 }
 """A plain model's type -> its configuration and model with Infini-attention."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleSettings:
-    """How the learning rate goes over the run."""
-
-    shape: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """After warm-up; `wsd` stays at the peak and falls at the end."""
-    warmup_ratio: float = 0.025
-    """Warm-up as a share of the run's steps."""
-    warmup_steps: int | None = None
-    """Warm-up in steps, instead of the share."""
-    min_ratio: float = 0.1
-    """Learning rate at the end, as a share of the peak."""
-    decay_share: float = 0.2
-    """wsd only: the share of the run in which the learning rate falls."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.warmup_ratio <= 1:
-            raise ValueError(f"warmup_ratio is a share of the run's steps, in [0, 1]; got {self.warmup_ratio}.")
-        self.make(1)  # refuses the rest, before hours of building
-
-    def make(self, total: int) -> Schedule:
-        """The schedule of a run of `total` steps."""
-        warm = warmup_steps(self.warmup_ratio, total) if self.warmup_steps is None else self.warmup_steps
-        return Schedule(
-            totals=((0, total),),
-            warmup_steps=warm,
-            shape=self.shape,
-            min_ratio=self.min_ratio,
-            decay_share=self.decay_share,
-        )
 
 
 class AdamW(torch.optim.AdamW):
@@ -107,7 +78,7 @@ class LanguageModule(LightningModule):
         pretrained: str | None = None,
         infini_attention: InfiniAttentionConfig = InfiniAttentionConfig(),  # noqa: B008 (it is frozen)
         optimizer: OptimizerCallable = AdamW,
-        schedule: ScheduleSettings = ScheduleSettings(),
+        schedule: ScheduleSettings = ScheduleSettings(),  # noqa: B008 (it is frozen)
         balance_factor_lr: float | None = None,
         balance_factor_weight_decay: float | None = None,
         gradient_checkpointing: bool = False,
@@ -126,12 +97,13 @@ class LanguageModule(LightningModule):
         self.gradient_checkpointing = gradient_checkpointing
         self.model: PreTrainedModel | None = None
         self.schedule: Schedule | None = None
-        self._peak = 0.0
         self.eval_loss = TokenLoss()
         self.step_loss: Tensor | None = None
         """Mean over all tokens of the last optimizer step, on all ranks the same."""
         self._step_mean = StepMean()
         self._restored_config: dict[str, Any] | None = None
+        self._restored_schedule: dict[str, Any] | None = None
+        self._peaks: list[float] = []
 
     @property
     def declared_vocab_size(self) -> int | None:
@@ -202,13 +174,8 @@ class LanguageModule(LightningModule):
             },
         ]
         optimizer = self.optimizer_callable([group for group in groups if group["params"]])
-        self.schedule = self.schedule_settings.make(self._total_steps())
-        if self.schedule.warmup_steps >= self.schedule.total:
-            rank_zero_warn(
-                f"Warm-up takes {self.schedule.warmup_steps:,} steps, the whole run only {self.schedule.total:,}: "
-                "the peak learning rate is never reached."
-            )
-        self._peak = optimizer.param_groups[0]["lr"]
+        self._peaks = [group["lr"] for group in optimizer.param_groups]
+        self.schedule = self.schedule_settings.make(*self._total_steps())
         # Plain functions, looked up at every call: the schedule may learn of more steps later.
         factors = {"gates": lambda step: self.gate_schedule.factor(step)}
         scheduler = LambdaLR(
@@ -221,7 +188,30 @@ class LanguageModule(LightningModule):
     def gate_schedule(self) -> Schedule:
         """The gates' schedule: the run's, down to the same learning rate as everything else."""
         assert self.schedule is not None
-        return gate_schedule(self.schedule, self._peak, self.balance_factor_lr)
+        return gate_schedule(self.schedule, self._peaks[0], self.balance_factor_lr)
+
+    def on_train_start(self) -> None:
+        """Go on with the learning rate of the run, which may have more steps now, and say what has changed."""
+        if self._restored_schedule is not None:
+            self.schedule = self.schedule_settings.restore(self._restored_schedule)
+            self._restored_schedule = None
+        total, full_total = self._total_steps()
+        self.schedule = self.schedule.grow(self.trainer.global_step, total)
+        set_learning_rates(self.trainer, self._peaks)
+        if self.schedule.warmup_steps >= total:
+            of_full = f" ({full_total:,} steps over the full data set)" if full_total > total else ""
+            rank_zero_warn(
+                f"Warm-up takes {self.schedule.warmup_steps:,} steps{of_full}, the whole run only {total:,}: "
+                "the peak learning rate is never reached."
+            )
+        change = getattr(self.trainer.datamodule, "change", None)
+        if change is not None and self.trainer.is_global_zero:
+            say("\n".join(change.lines(self.trainer.optimizers[0].param_groups[0]["lr"])))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Make what is random in a step, such as dropout, depend on the step alone: a resumed run draws the same."""
+        step, part = self.trainer.global_step, batch_idx % self.trainer.accumulate_grad_batches
+        torch.manual_seed(derive_key(getattr(self.trainer.datamodule, "seed", 0), step, part))
 
     def forward(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Summed loss in nats, and over how many tokens."""
@@ -301,10 +291,14 @@ class LanguageModule(LightningModule):
         """Keep the model's configuration, so that a checkpoint can be opened without the YAML."""
         assert self.model is not None
         checkpoint["packhorse"] = {"config": self.model.config.to_dict()}
+        if self.schedule is not None:
+            checkpoint["packhorse"]["schedule"] = self.schedule.to_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Make the model of the checkpoint, if there is none yet."""
         self._restored_config = checkpoint["packhorse"]["config"]
+        if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            self._restored_schedule = checkpoint["packhorse"].get("schedule")
         if self.model is None:
             self.configure_model()
 
@@ -314,10 +308,15 @@ class LanguageModule(LightningModule):
         self.log(f"{name}/perplexity", self.eval_loss.perplexity.float(), sync_dist=True)
         self.eval_loss.reset()
 
-    def _total_steps(self) -> int:
+    def _total_steps(self) -> tuple[int, int]:
+        """Steps of the run, and of one over the full data set, of which the cache may hold only a part."""
         data = self.trainer.datamodule
-        # Never `estimated_stepping_batches` with our own loaders: asking for it builds the loader before a resume.
-        return data.plan.steps if hasattr(data, "plan") else int(self.trainer.estimated_stepping_batches)
+        if not hasattr(data, "plan"):
+            # Never with our own loaders: asking for it builds the loader before a resume.
+            total = int(self.trainer.estimated_stepping_batches)
+            return total, total
+        full = data.settings.full_dataset_sequences
+        return data.plan.steps, data.plan.steps if full is None else data.plan.of_full_data(full)
 
 
 def _check_config(config: dict[str, Any], family: str) -> None:

@@ -106,8 +106,9 @@ def _model_lines(cli: Any, vocab_size: int) -> list[str]:
 def _run_lines(cli: Any, settings: Any, sources: list[Source], texts: list[str], engine: Reference | None) -> list[str]:
     trainer = cli.trainer
     try:
-        cache = open_cache(settings.cache)
-        sequences, how = cache.num_sequences("train"), f"the cache {cache.folder} is there"
+        caches = [open_cache(each) for each in settings.caches.values()]
+        sequences = sum(cache.num_sequences("train") for cache in caches)
+        how = ", ".join(f"the cache {cache.folder} is there" for cache in caches)
     except (CacheIncompleteError, TokenizerError):
         sequences, how = _estimate(settings, sources, texts, engine), "an estimate; there is no cache yet"
     lines = ["\nRun"]
@@ -115,7 +116,9 @@ def _run_lines(cli: Any, settings: Any, sources: list[Source], texts: list[str],
         return [*lines, "  the length of a stream is known when it was read"]
     batch = trainer.world_size * settings.micro_batch_size * trainer.accumulate_grad_batches
     limits = []
-    if trainer.max_epochs is not None and trainer.max_epochs > 0:
+    if settings.max_tokens is not None:
+        limits.append(settings.max_tokens // settings.sequence_length // batch)
+    if trainer.max_epochs is not None and trainer.max_epochs > 0 and len(settings.caches) == 1:
         limits.append(sequences * trainer.max_epochs // batch)
     if trainer.max_steps > 0:
         limits.append(trainer.max_steps)

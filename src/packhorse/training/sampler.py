@@ -1,6 +1,7 @@
 """Positions in the order -> batches: what a loader draws, and what it reads for it."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -8,33 +9,55 @@ from torch.utils.data import Dataset, Sampler
 
 from packhorse.cache import Cache
 from packhorse.training.batches import derive
-from packhorse.training.order import TrainingOrder, micro_batch_positions
+from packhorse.training.mixture import RunOrder
+from packhorse.training.order import micro_batch_positions
 
 
 class Rows(Dataset):
     """Sequence numbers -> a batch.
 
     Args:
-        cache: The open cache.
+        caches: The open caches by their number in the run's order.
         split: `train` or `eval`.
     """
 
-    def __init__(self, cache: Cache, split: str) -> None:
-        self.cache, self.split = cache, split
+    def __init__(self, caches: Mapping[int, Cache], split: str) -> None:
+        self.caches, self.split = caches, split
+        self.seconds = 0.0
+        """Time spent in reading."""
 
     def __getitem__(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """int64 [B, T] each: input_ids, position_ids (restarting with every piece), labels (-100 for none)."""
-        rows = self.cache.read(numbers, self.split)
-        batch = derive(rows.tokens, rows.piece_lengths, rows.repeated)
-        return {name: torch.from_numpy(array) for name, array in batch._asdict().items()}
+        """A batch of these sequences: int64 [n, 2] of (cache, sequence number), or [n] of the first cache.
+
+        Returns:
+            int64 [B, T] each: input_ids, position_ids (restarting with every piece), labels (-100 for none).
+        """
+        start = time.monotonic()
+        numbers = np.asarray(numbers)
+        if numbers.ndim == 1:
+            numbers = np.stack([np.zeros_like(numbers), numbers], axis=1)
+        parts = {cache: numbers[:, 0] == cache for cache in np.unique(numbers[:, 0]).tolist()}
+        read = {cache: self._read(cache, numbers[mine, 1]) for cache, mine in parts.items()}
+        (batch, *others) = read.values()
+        if others:
+            batch = {name: np.empty((len(numbers), array.shape[1]), array.dtype) for name, array in batch.items()}
+            for cache, mine in parts.items():
+                for name in batch:
+                    batch[name][mine] = read[cache][name]
+        self.seconds += time.monotonic() - start
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+    def _read(self, cache: int, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        rows = self.caches[cache].read(numbers, self.split)
+        return derive(rows.tokens, rows.piece_lengths, rows.repeated)._asdict()
 
 
 class TrainSampler(Sampler):
     """The sequence numbers of each micro-batch of one rank, from an optimizer step on.
 
     Args:
-        order: The global order of the run.
-        step: Optimizer steps done.
+        order: The global order of the run, asked for when a step begins: it may have grown.
+        trained: Sequences trained on before the first step.
         accumulation: Micro-batches in a step.
         micro_batch: Sequences in a micro-batch.
         rank: This process.
@@ -46,8 +69,8 @@ class TrainSampler(Sampler):
     def __init__(
         self,
         *,
-        order: TrainingOrder,
-        step: int,
+        order: Callable[[], RunOrder],
+        trained: int,
         accumulation: int,
         micro_batch: int,
         rank: int,
@@ -55,7 +78,7 @@ class TrainSampler(Sampler):
         length: int,
         done: int = 0,
     ) -> None:
-        self.order, self.step, self.length, self.done = order, step, length, done
+        self.order, self.trained, self.length, self.done = order, trained, length, done
         self._share = {"micro_batch": micro_batch, "world_size": world_size, "accumulation": accumulation}
         self._rank = rank
 
@@ -64,7 +87,11 @@ class TrainSampler(Sampler):
 
     def __iter__(self) -> Iterator[np.ndarray]:
         accumulation = self._share["accumulation"]
-        for index in range(self.length - self.done):
+        index = 0
+        while index < self.length - self.done:
             step, part = divmod(index, accumulation)
-            positions = micro_batch_positions(self.step + step, part, self._rank, **self._share)
-            yield self.order.sequence_numbers(positions.start, len(positions))
+            if part == 0:
+                order = self.order()
+            positions = micro_batch_positions(step, part, self._rank, **self._share, consumed=self.trained)
+            yield order.sequence_numbers(positions.start, len(positions))
+            index += 1

@@ -19,7 +19,7 @@ rise, no second warm-up. With T = 100 that becomes 160 in step 60:
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +90,10 @@ class Schedule:
         kept = tuple(entry for entry in self.totals if entry[0] < step)
         return replace(self, totals=(*kept, (step, total)))
 
+    def to_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the rest is settings."""
+        return {"totals": [list(entry) for entry in self.totals], "warmup_steps": self.warmup_steps}
+
     def budget(self, peak: float, start: int = 0) -> float:
         """The sum of the learning rates from step `start` on: the farthest a parameter can travel.
 
@@ -97,6 +101,56 @@ class Schedule:
         (sigmoid 0.98) and has a budget of 0.8 will never get there, whatever the data. Costs a microsecond per step.
         """
         return peak * math.fsum(map(self.factor, range(start, self.total)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSettings:
+    """How the learning rate goes over the run."""
+
+    shape: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """After warm-up; `wsd` stays at the peak and falls at the end."""
+    warmup_ratio: float = 0.025
+    """Warm-up as a share of the run's steps; over the full data set, if `data.full_dataset_sequences` says its size.
+    Fixed at the first run."""
+    warmup_steps: int | None = None
+    """Warm-up in steps, instead of the share."""
+    min_ratio: float = 0.1
+    """Learning rate at the end, as a share of the peak."""
+    decay_share: float = 0.2
+    """wsd only: the share of the run in which the learning rate falls."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.warmup_ratio <= 1:
+            raise ValueError(f"warmup_ratio is a share of the run's steps, in [0, 1]; got {self.warmup_ratio}.")
+        self.make(1)  # refuses the rest, before hours of building
+
+    def make(self, total: int, full_total: int | None = None) -> Schedule:
+        """The schedule of a new run of `total` steps, `full_total` if the data set were complete."""
+        warm = warmup_steps(self.warmup_ratio, full_total or total)
+        return self.restore({"totals": [(0, total)], "warmup_steps": warm})
+
+    def restore(self, state: dict[str, Any]) -> Schedule:
+        """The schedule of a run that goes on; what the settings say of its shape counts from now on."""
+        return Schedule(
+            totals=tuple(state["totals"]),
+            warmup_steps=state["warmup_steps"] if self.warmup_steps is None else self.warmup_steps,
+            shape=self.shape,
+            min_ratio=self.min_ratio,
+            decay_share=self.decay_share,
+        )
+
+
+def set_learning_rates(trainer: Any, peaks: Sequence[float]) -> None:
+    """Put the learning rates of the next step into the optimizer and its LambdaLR.
+
+    A checkpoint brings back those of the run that wrote it: its peaks, and its schedule before any growth.
+    """
+    (optimizer,), (config,) = trainer.optimizers, trainer.lr_scheduler_configs
+    scheduler, step = config.scheduler, trainer.global_step
+    scheduler.last_epoch, scheduler.base_lrs = step, list(peaks)
+    for group, peak, factor in zip(optimizer.param_groups, peaks, scheduler.lr_lambdas, strict=True):
+        group["initial_lr"], group["lr"] = peak, peak * factor(step)
+    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
 def warmup_steps(ratio: float, total: int) -> int:

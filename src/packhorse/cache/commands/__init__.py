@@ -17,8 +17,8 @@ from pathlib import Path
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
 
 from packhorse.cache.commands.outcome import Outcome
-from packhorse.cache.settings import CacheSettings, DataSettings
-from packhorse.corpus.sources import named_in_configuration
+from packhorse.cache.data_settings import DataSettings, name_sources
+from packhorse.cache.settings import CacheSettings
 from packhorse.errors import PackhorseError, SettingsError
 
 VERBS = {
@@ -41,17 +41,20 @@ def run_cache_command(arguments: list[str]) -> int:
         return 0 if arguments[:1] in ([], ["-h"], ["--help"]) else 2
     verb = load_verb(arguments[0])
     options = make_parser(verb).parse_args([_spelled(argument, verb) for argument in arguments[1:]])
-    if not options.json:
-        outcome = verb(_where(options), **_options_of(verb, options))
-        print("\n".join(outcome.lines))
-        return outcome.status
+    values, status = {}, 0
     try:
-        outcome = verb(_where(options), **_options_of(verb, options))
+        for name, where in _wheres(options).items():
+            outcome = verb(where, **_options_of(verb, options))
+            values[name], status = outcome.values, max(status, outcome.status)
+            if not options.json:
+                print("\n".join(outcome.lines))
     except PackhorseError as error:
-        print(json.dumps({"error": type(error).__name__, "message": str(error)}, indent=2))
+        if options.json:
+            print(json.dumps({"error": type(error).__name__, "message": str(error)}, indent=2))
         raise
-    print(json.dumps(outcome.values, indent=2))
-    return outcome.status
+    if options.json:
+        print(json.dumps(values if len(values) > 1 else next(iter(values.values())), indent=2))
+    return status
 
 
 def load_verb(name: str) -> Callable[..., Outcome]:
@@ -84,16 +87,17 @@ def read_settings(options: Namespace) -> DataSettings:
     model = options.model if isinstance(options.model, dict) else {}
     if values["tokenizer"] is None:
         values["tokenizer"] = model.get("pretrained")
-    values["source"] = named_in_configuration(values["source"])
+    name_sources(values)
     return DataSettings(**values)
 
 
-def _where(options: Namespace) -> CacheSettings | Path:
+def _wheres(options: Namespace) -> dict[str, CacheSettings | Path]:
+    """The cache that is meant; those of a mixture one after the other."""
     if options.folder is None:
-        return read_settings(options).cache
+        return dict(read_settings(options).caches)
     if options.config:
         raise SettingsError(f"Give either a folder or --config, not both: {options.folder}.")
-    return Path(options.folder)
+    return {options.folder: Path(options.folder)}
 
 
 def _options_of(verb: Callable, options: Namespace) -> dict:
