@@ -10,14 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from conftest import make_texts, texts_in, write_jsonl
-from packhorse.cache import CacheSettings, open_cache, update_cache
+from packhorse.cache import CacheSettings, building, open_cache, update_cache
 from packhorse.cache.build import Builder, Job
 from packhorse.cache.record import read_record
 from packhorse.corpus.documents import TextFile
@@ -146,24 +146,29 @@ def test_two_builders_at_once_make_one_consistent_cache(kind, large, fast_folder
     assert cache.summary.tokens == expected.summary.tokens
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("seed", range(5))
-def test_eight_builders_that_are_killed_and_stopped_make_each_chunk_once(seed, large):
-    settings, _ = large
-    write_jsonl(Path(settings["source"]), make_texts(8_000, words=60))
-    settings = {**settings, "workers": 0, "engine": "hf"}
-    expected = update_cache(CacheSettings(**{**settings, "cache_dir": f"{settings['cache_dir']}-expected"}), quiet=True)
-    draw, kills, stops = random.Random(seed), 0, 0
-    builders = [start(settings) for _ in range(8)]
+@contextmanager
+def builders_of(settings: dict, number: int):
+    """Processes that are not left alone when a test fails."""
+    builders = [start(settings) for _ in range(number)]
+    try:
+        yield builders
+    finally:
+        for builder in builders:
+            builder.kill()
+            builder.wait()
+
+
+def disturb(builders: list, draw: random.Random, again) -> tuple[int, int]:
+    """Kill and stop builders at random, and replace the killed ones, until all are done; how often."""
+    kills = stops = 0
     while any(builder.poll() != 0 for builder in builders):
         time.sleep(draw.uniform(0, 0.2))
-        number = draw.randrange(8)
+        number = draw.randrange(len(builders))
         builder = builders[number]
         if builder.poll() is not None:
             if builder.returncode != 0:
                 assert builder.returncode == -signal.SIGKILL, builder.communicate()[1]
-                builders[number] = start(settings)
+                builders[number] = again()
         elif draw.random() < 0.5 and kills < 40:
             builder.kill()
             builder.wait()
@@ -173,6 +178,19 @@ def test_eight_builders_that_are_killed_and_stopped_make_each_chunk_once(seed, l
             time.sleep(draw.uniform(0, 0.5))
             builder.send_signal(signal.SIGCONT)
             stops += 1
+    return kills, stops
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("seed", range(5))
+def test_eight_builders_that_are_killed_and_stopped_make_each_chunk_once(seed, large):
+    settings, _ = large
+    write_jsonl(Path(settings["source"]), make_texts(8_000, words=60))
+    settings = {**settings, "workers": 0, "engine": "hf"}
+    expected = update_cache(CacheSettings(**{**settings, "cache_dir": f"{settings['cache_dir']}-expected"}), quiet=True)
+    with builders_of(settings, 8) as builders:
+        kills, stops = disturb(builders, random.Random(seed), lambda: start(settings))
     print(f"seed {seed}: {kills} kills, {stops} stops, {expected.snapshot.num_chunks} chunks", flush=True)
     assert kills + stops > 20
     cache = open_cache(next(Path(settings["cache_dir"]).glob("*/recipe.json")).parent)
@@ -204,6 +222,25 @@ def test_who_is_overtaken_adopts_the_others_plan_and_nothing_is_taken_twice(at, 
     cache = update_cache(settings, quiet=True)
     assert source.meanwhile is None
     assert texts_in(cache) == texts
+
+
+def test_a_page_that_another_builder_adds_while_the_chunks_are_counted_is_built_too(
+    fast_folder, gpt2_like, monkeypatch
+):
+    settings = settings_for(fast_folder / "cache", make_texts(40, words=16), gpt2_like)
+    count, alone = building.find_states, []
+
+    def disturbed(*what):
+        states = count(*what)
+        if not alone:
+            alone.append(True)
+            update_cache(settings, quiet=True)
+            shutil.rmtree(next((fast_folder / "cache").glob("*/records")))  # it has only just begun
+        return states
+
+    monkeypatch.setattr(building, "find_states", disturbed)
+    cache = update_cache(settings, quiet=True)
+    assert texts_in(cache) == settings.source
 
 
 def test_what_dead_builders_left_is_removed_once_nobody_can_be_writing_it(fast_folder, gpt2_like):

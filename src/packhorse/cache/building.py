@@ -165,10 +165,13 @@ class Building:
             yield Job(chunk=chunk, ranges=entries[chunk], files=files, dropped=self.plan.dropped(chunk))
 
     def _states(self) -> ChunkStates:
-        states = find_states(self.folder, self.plan, self.index)
-        known = [*states.built, *states.lost, *states.damaged, *states.suspect]
-        # The last of either can only be there when its page was.
-        self.plan.refuse_gaps(max(self.index.num_chunks, 1 + max(known, default=-1)))
+        while True:
+            states = find_states(self.folder, self.plan, self.index)
+            known = [*states.built, *states.lost, *states.damaged, *states.suspect]
+            # The last of either can only be there when its page was.
+            self.plan.refuse_gaps(max(self.index.num_chunks, 1 + max(known, default=-1)))
+            if states.planned == self.plan.num_chunks:
+                break  # else another builder has just added a page
         for message in states.unreadable.values():
             raise CacheCorruptionError(message)
         return states
