@@ -155,7 +155,7 @@ def order_of(home: Home, size: int, start: Path, world_size: int, micro_batch: i
     """What several ranks would draw from a checkpoint to the end of the run: {step: hashes}, and the plan."""
     saved, taken, step = torch.load(start, weights_only=True), {}, None
     plan = None
-    while step is None or step < plan.steps:
+    while plan is None or step < plan.steps:
         for rank in range(world_size):
             data = home.data(size, micro_batch_size=micro_batch)
             data.trainer = fake_trainer(rank, world_size, accumulation, saved["global_step"] if step is None else step)
@@ -164,6 +164,8 @@ def order_of(home: Home, size: int, start: Path, world_size: int, micro_batch: i
             data.load_state_dict(saved["TokenDataModule"])
             plan, begin = data.plan, data.trainer.global_step
             data._must_align = False
+            if begin >= plan.steps:
+                return {}, plan
             for index, batch in enumerate(data.train_dataloader()):
                 hashes = [hash_of(row) for row in batch["input_ids"].numpy()]
                 taken[begin + index // accumulation, index % accumulation, rank] = hashes

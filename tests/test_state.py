@@ -113,11 +113,11 @@ def test_the_epochs_of_a_plan_follow_each_other_and_end_with_the_run(sequences, 
 def test_max_steps_and_max_tokens_keep_the_total_when_the_data_grow():
     state = begin(100)
     grown = state.with_snapshot(snapshot(900), 5)
-    for limits in ({"max_steps": 40}, {"max_tokens": 40 * 8 * 512 + 100}):
+    for limits in ({"max_steps": 40}, {"max_train_tokens": 40 * 8 * 512 + 100}):
         before, after = plan(state, **limits), plan(grown, **limits)
         assert before.steps == after.steps == 40
         assert [before.fixed_by, after.fixed_by] == [*limits] * 2
-    assert plan(state.with_batch(10, 4), max_tokens=40 * 8 * 512).steps == 10 + 60
+    assert plan(state.with_batch(10, 4), max_train_tokens=40 * 8 * 512).steps == 10 + 60
 
 
 def test_a_shrunk_or_foreign_cache_is_refused_with_the_reason():

@@ -46,13 +46,13 @@ class DataSettings(CacheSettings):
 
     mixture: list[dict] | None = None
     """Several caches instead of one: a list of {name, weight, source} and any other setting of a cache that differs.
-    Needs `trainer.max_steps` or `max_tokens`; each cache has epochs and growth of its own."""
+    Needs `trainer.max_steps` or `max_train_tokens`; each cache has epochs and growth of its own."""
     data_stages: list[dict] | None = None
     """Other mixtures later on: a list of {name, start_training_step, mixture}, steps counted from 1. A cache that was
     named before needs its name and weight only."""
     micro_batch_size: int = 8
     """Sequences per step of one device; the global batch is devices x nodes x micro batch x accumulation."""
-    max_tokens: int | None = None
+    max_train_tokens: int | None = None
     """End the run after so many tokens, padding included; like `trainer.max_steps` it fixes the total."""
     full_dataset_sequences: int | None = None
     """Train sequences that the cache will have one day, if it is only partly built: warm-up is a share of the steps
@@ -75,7 +75,7 @@ class DataSettings(CacheSettings):
         for name, least in (
             ("micro_batch_size", 1),
             ("eval_sequences", 0),
-            ("max_tokens", 1),
+            ("max_train_tokens", 1),
             ("full_dataset_sequences", 1),
         ):
             value = getattr(self, name)

@@ -48,7 +48,7 @@ class PackhorseCLI(LightningCLI):
             config.data.tokenizer = config.model.pretrained
         name_sources(config.data)
         if config.trainer.max_epochs is None:
-            is_limited = config.trainer.max_steps > 0 or config.data.max_tokens is not None
+            is_limited = config.trainer.max_steps > 0 or config.data.max_train_tokens is not None
             config.trainer.max_epochs = -1 if is_limited else 1
         if self.subcommand:
             _check_checkpoint(self.subcommand, config)

@@ -245,7 +245,7 @@ class TokenDataModule(LightningDataModule):
             epoch_loop.max_steps = -1  # it was ours, not the user's
         self._max_steps = None
         self._plan = self._plan_of(self.run)
-        if self._plan.fixed_by == "max_tokens":
+        if self._plan.fixed_by == "max_train_tokens":
             epoch_loop.max_steps = self._max_steps = self._plan.steps
 
     def _plan_of(self, state: RunState) -> RunPlan:
@@ -259,7 +259,7 @@ class TokenDataModule(LightningDataModule):
             sequence_length=self._opened.sequence_length,
             max_epochs=max_epochs,
             max_steps=max_steps,
-            max_tokens=self.settings.max_tokens,
+            max_train_tokens=self.settings.max_train_tokens,
             limit=most,
         )
 
@@ -306,7 +306,7 @@ class TokenDataModule(LightningDataModule):
     def _check_plan(self, plan: RunPlan) -> None:
         if plan.state.order.only_cache is None and plan.fixed_by is None:
             raise SettingsError(
-                "A mixture of caches has no length of its own.\nSet `trainer.max_steps` or `data.max_tokens`."
+                "A mixture of caches has no length of its own.\nSet `trainer.max_steps` or `data.max_train_tokens`."
             )
         if plan.sequences < plan.global_batch:
             raise SettingsError(

@@ -6,8 +6,8 @@ epoch, because the run's total is always that of the data as they are now:
 
     total = step + (sequences * epochs - consumed) // global_batch
 
-`max_steps` and `max_tokens` fix the total. A run over several caches is one epoch of Lightning's, because each cache
-has epochs of its own.
+`max_steps` and `max_train_tokens` fix the total. A run over several caches is one epoch of Lightning's, because each
+cache has epochs of its own.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ class RunPlan:
     max_epochs: int | None = None
     """Passes over the data, if the run has only one cache and a limit."""
     max_steps: int | None = None
-    max_tokens: int | None = None
+    max_train_tokens: int | None = None
     limit: int | None = None
     """Steps of an epoch at most, if the Trainer was told so."""
     full_sequences: int | None = None
@@ -49,7 +49,7 @@ class RunPlan:
     @property
     def fixed_by(self) -> str | None:
         """The setting that keeps the total as it is when the data grow."""
-        _, name = min(self._limits, default=(0, "nothing"))
+        _, name = min(self._limits, default=(0, "max_epochs"))
         return None if name == "max_epochs" else name
 
     @property
@@ -101,9 +101,9 @@ class RunPlan:
         limits = []
         if self.max_steps is not None:
             limits.append((self.max_steps, "max_steps"))
-        if self.max_tokens is not None:
-            left = self.max_tokens // self.sequence_length - trained
-            limits.append((begin + max(0, left) // size, "max_tokens"))
+        if self.max_train_tokens is not None:
+            left = self.max_train_tokens // self.sequence_length - trained
+            limits.append((begin + max(0, left) // size, "max_train_tokens"))
         if self.max_epochs is not None and self._cache is not None:
             sequences = self.full_sequences or self.state.caches[self._cache].history[-1][1]
             left = self.state.order.trained_at(sequences * self.max_epochs) - trained

@@ -116,8 +116,8 @@ def _run_lines(cli: Any, settings: Any, sources: list[Source], texts: list[str],
         return [*lines, "  the length of a stream is known when it was read"]
     batch = trainer.world_size * settings.micro_batch_size * trainer.accumulate_grad_batches
     limits = []
-    if settings.max_tokens is not None:
-        limits.append(settings.max_tokens // settings.sequence_length // batch)
+    if settings.max_train_tokens is not None:
+        limits.append(settings.max_train_tokens // settings.sequence_length // batch)
     if trainer.max_epochs is not None and trainer.max_epochs > 0 and len(settings.caches) == 1:
         limits.append(sequences * trainer.max_epochs // batch)
     if trainer.max_steps > 0:
