@@ -26,6 +26,7 @@ RUNS = {
     ],
     "gap": ["bench_gap.py", "--megabytes", "0.5", "--rounds", "1"],
     "open": ["bench_open.py", "--chunks", "10", "4200", "--rounds", "1"],
+    "packing": ["bench_packing.py", "--lengths", "64", "512", "--max-documents", "60", "--rounds", "1"],
     "read": ["bench_read.py", "--megabytes", "0.5", "--rounds", "1", "--seconds", "0.02"],
 }
 

@@ -55,6 +55,8 @@ class CacheSummary:
     rows_filtered: int = 0
     rows_duplicate: int = 0
     text_bytes: int = 0
+    compressed_chunks: int = 0
+    """Chunks of another compression than none."""
     file_bytes: int = 0
     """Chunk files and records: everything that grows with the text."""
 
@@ -275,6 +277,7 @@ def summarise(folder: Path, num_chunks: int, sequence_length: int) -> CacheSumma
                 f"The record of chunk {chunk} of {folder} is missing. `packhorse cache build` makes it again."
             ) from None
         sums["chunks"] += 1
+        sums["compressed_chunks"] += record.codec != "none"
         sums["tokens"] += record.tokens
         sums["slots"] += record.sequences * sequence_length
         sums["file_bytes"] += record.file_bytes + record_path(folder, chunk).stat().st_size

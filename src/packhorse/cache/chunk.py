@@ -147,7 +147,7 @@ def encode_chunk(content: ChunkContent, chunk: int, recipe_digest: str, vocab_si
         content.document_rows.astype("<u4").tobytes(),
         content.document_sides.astype("u1").tobytes(),
     ]
-    stored = raw if compression == "none" else [_compress(block, LEVELS[compression]) for block in raw]
+    stored = [compress(block, compression) for block in raw]
     header = HEADER.pack(
         MAGIC,
         chunk,
@@ -310,6 +310,9 @@ def _rows(train: np.ndarray, evaluation: np.ndarray, count: int) -> Iterator[np.
         yield first if not len(rest) else rest if not len(first) else np.concatenate([first, rest])
 
 
-def _compress(block: bytes | memoryview, options: dict) -> bytes | memoryview:
-    smaller = lz4.block.compress(block, store_size=False, **options) if block else block
+def compress(block: bytes | memoryview, compression: str) -> bytes | memoryview:
+    """A block as it is stored: compressed at a level of `LEVELS`, or as it is where that is not smaller."""
+    if not block or compression == "none":
+        return block
+    smaller = lz4.block.compress(block, store_size=False, **LEVELS[compression])
     return smaller if len(smaller) < len(block) else block

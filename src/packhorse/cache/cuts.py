@@ -42,7 +42,7 @@ def _advance(file: TextFile, start: int, stop: int, room: float, fresh: bool) ->
     if not file.counts_rows:
         return find_cut(file, start + max(1, int(room)), stop)
     cut = start
-    for first, rows, size in _row_groups(file):
+    for first, rows, size in row_groups(file):
         low, high = max(first, start), min(first + rows, stop)
         if low >= high:
             continue
@@ -73,7 +73,7 @@ def _find_place(file: TextFile, start: int, stop: int, size: float) -> int:
     """Where about `size` bytes of text after `start` end; at least one document is before it."""
     if not file.counts_rows:
         return find_cut(file, start + max(1, int(size)), stop)
-    for first, rows, weight in _row_groups(file):
+    for first, rows, weight in row_groups(file):
         low, high = max(first, start), min(first + rows, stop)
         if low < high and (here := weight * (high - low) / rows) > size:
             return min(high, max(low, start + 1, low + round(size * rows / weight)))
@@ -86,17 +86,17 @@ def range_weight(file: TextFile, start: int, stop: int) -> float:
     if not file.counts_rows:
         return stop - start
     return sum(
-        size * max(0, min(first + rows, stop) - max(first, start)) / rows for first, rows, size in _row_groups(file)
+        size * max(0, min(first + rows, stop) - max(first, start)) / rows for first, rows, size in row_groups(file)
     )
 
 
-def _row_groups(file: TextFile) -> list[tuple[int, int, int]]:
+def row_groups(file: TextFile) -> list[tuple[int, int, int]]:
     """(first row, rows, bytes of the column) of each row group that has rows."""
-    return _row_groups_of(file, file_version(file.path))
+    return _read_row_groups(file, file_version(file.path))
 
 
 @lru_cache(maxsize=8)
-def _row_groups_of(file: TextFile, version: tuple[int, ...]) -> list[tuple[int, int, int]]:
+def _read_row_groups(file: TextFile, version: tuple[int, ...]) -> list[tuple[int, int, int]]:
     if file.kind == "arrow":
         column = open_arrow(file.path).column(file.column)
         return [(0, len(column), column.nbytes)] if len(column) else []

@@ -16,7 +16,7 @@ from packhorse.cache.cache import Cache, cache_path, locate_cache
 from packhorse.cache.integrity import Integrity
 from packhorse.cache.metadata import write_metadata
 from packhorse.cache.progress import say
-from packhorse.cache.recipe import create, make_recipe
+from packhorse.cache.recipe import create, make_recipe, read_identity
 from packhorse.cache.selection import Selection
 from packhorse.cache.settings import CacheSettings
 from packhorse.cache.staff import Staff
@@ -112,6 +112,8 @@ def build_selection(
             create(folder, recipe, content, str(settings.tokenizer))
         elif start_over:
             set_aside(folder, tell)
+        if (name := read_identity(folder).tokenizer_name) != str(settings.tokenizer):
+            tell(f"The tokenizer {settings.tokenizer} has the content of {name}, with which {folder} was built.")
         integrity = Building(settings, recipe, folder, sources, selection, staff, tell).run()
     cache = Cache(folder)
     if integrity.built or not (folder / "metadata.json").exists():

@@ -20,12 +20,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-OPEN_SEQUENCES = 1_024
+OPEN_SEQUENCES = 8_192
 """`best_fit`: sequences that are still being filled; beyond this the fullest is closed."""
-LOOK_AHEAD = 1_024
+LOOK_AHEAD = 8_192
 """`best_fit`: rests that are sorted, longest first, before they are placed."""
 MAX_PIECES = 128
-"""`best_fit`: pieces in one sequence; a row of hundreds of tiny documents makes steps uneven."""
+"""`best_fit`: pieces in one sequence, or a quarter of its length if that is more; a row of hundreds of tiny documents
+makes steps uneven."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +135,16 @@ def _best_fit(lengths: np.ndarray, sequence_length: int, overlap: int) -> tuple[
     return sequences[order], documents[order], starts[order], sizes[order]
 
 
+def max_pieces(sequence_length: int) -> int:
+    """Pieces that `best_fit` puts into one sequence at most."""
+    return max(MAX_PIECES, sequence_length // 4)
+
+
 class _Placing:
     """Which sequence each piece goes to, one after the other."""
 
     def __init__(self, sequence_length: int) -> None:
-        self.sequence_length = sequence_length
+        self.sequence_length, self.max_pieces = sequence_length, max_pieces(sequence_length)
         self.count = 0
         # Open sequences by the space that is left. `spaces` is a bit set of the spaces that occur: the lowest set bit
         # at or above a length is the best fit.
@@ -169,7 +175,7 @@ class _Placing:
                 pieces[sequence] = 1
             placed.append(sequence)
             left = space - size
-            if not left or pieces[sequence] == MAX_PIECES:
+            if not left or pieces[sequence] == self.max_pieces:
                 del pieces[sequence]
                 continue
             if left in self.by_space:

@@ -24,6 +24,7 @@ from packhorse.errors import PackhorseError, SettingsError
 VERBS = {
     "build": "build the cache, or bring it up to date with its sources",
     "status": "tell what is planned and what is built",
+    "estimate": "tell what a cache will take: tokens, sequences, chunks, bytes, time",
     "validate": "say exactly what is damaged, from sizes, hashes or contents; changes nothing",
 }
 """Verb -> what it does, in the order of the help."""
