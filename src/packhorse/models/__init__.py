@@ -10,6 +10,8 @@ from packhorse.models.qwen import (
     InfiniQwen3Model,
 )
 from packhorse.models.segments import split_into_segments
+from packhorse.models.slots import segments_in_buckets
+from packhorse.models.state import MemoryState
 from packhorse.models.streaming import InfiniCache
 
 __all__ = [
@@ -24,7 +26,9 @@ __all__ = [
     "InfiniQwen3Config",
     "InfiniQwen3ForCausalLM",
     "InfiniQwen3Model",
+    "MemoryState",
     "gate_parameters",
     "gate_values",
+    "segments_in_buckets",
     "split_into_segments",
 ]

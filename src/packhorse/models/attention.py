@@ -10,6 +10,7 @@ Shapes: B rows, T tokens of a row, N segments, S places of a segment, R segments
 G key/value heads, K head size.
 """
 
+import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -17,8 +18,10 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from packhorse.models.config import InfiniAttentionConfig
 from packhorse.models.gates import Gate
 from packhorse.models.loop import attend_by_loop
-from packhorse.models.memory import normalise, read_by_attention, read_by_scan
+from packhorse.models.memory import memories_by_scan, normalise, read_by_attention, read_memory, write_segment
 from packhorse.models.segments import Segments
+from packhorse.models.slots import SlottedSegments
+from packhorse.models.state import Carry
 from packhorse.models.streaming import StreamPlan, attend_by_stream
 
 
@@ -39,6 +42,7 @@ class InfiniAttentionMixin:
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         segments: Segments | StreamPlan,
+        carry: Carry | None = None,
         **kwargs,
     ) -> tuple[Tensor, None]:
         """[B, T, hidden] -> [B, T, hidden]. The rotary tables are those of `segments.positions`."""
@@ -55,7 +59,7 @@ class InfiniAttentionMixin:
                 query_BTHK, key_BTGK, value_BTGK, position_embeddings, gate, segments, settings, self.scaling
             )
         else:
-            mixed_BTHK = self._attend(query_BTHK, key_BTGK, value_BTGK, position_embeddings, gate, segments)
+            mixed_BTHK = self._attend(query_BTHK, key_BTGK, value_BTGK, position_embeddings, gate, segments, carry)
         return self.o_proj(mixed_BTHK.flatten(2)), None
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,7 +69,9 @@ class InfiniAttentionMixin:
             query, key = self.q_norm(query), self.k_norm(key)
         return query, key, value
 
-    def _attend(self, query_BTHK, key_BTGK, value_BTGK, position_embeddings, gate, segments: Segments) -> Tensor:
+    def _attend(
+        self, query_BTHK, key_BTGK, value_BTGK, position_embeddings, gate, segments: Segments, carry: Carry | None
+    ) -> Tensor:
         settings = self.config.infini_attention
         query_NSHK, key_NSGK, value_NSGK = (segments.fold(x) for x in (query_BTHK, key_BTGK, value_BTGK))
         local_NSHK = self._attend_locally(query_NSHK, key_NSGK, value_NSGK, position_embeddings)
@@ -81,22 +87,37 @@ class InfiniAttentionMixin:
             )
             _, memory_RSHK = segments.split(segments.fold(memory_BTHK))
         else:
-            memory_RSHK = read_by_scan(
-                prepare(segments.split(query_NSHK)[1]),
-                prepare(segments.previous(key_NSGK)),
-                segments.previous(value_NSGK),
-                segments,
-                settings.memory_update,
-                settings.memory_eps,
-                settings.detach_every_n_segments,
-            ).transpose(1, 2)
-
+            memory_RSHK = self._read_by_scan(query_NSHK, key_NSGK, value_NSGK, segments, carry)
         # Runs with R = 0 too: then the gates get a zero gradient instead of none, as data-parallel training needs it.
         first, rest_RSHK = segments.split(local_NSHK)
         mixed_RSHK = gate(rest_RSHK, memory_RSHK)
+        if isinstance(segments, SlottedSegments) and settings.first_segment == "bypass":
+            mixed_RSHK = torch.where(segments.starts, rest_RSHK.to(mixed_RSHK.dtype), mixed_RSHK)
         if settings.first_segment == "gated":
             first = first * (1 - gate.share(memory_RSHK))
         return segments.unfold(segments.join(first.to(local_NSHK.dtype), mixed_RSHK.to(local_NSHK.dtype)))
+
+    def _read_by_scan(self, query_NSHK, key_NSGK, value_NSGK, segments: Segments, carry: Carry | None) -> Tensor:
+        settings = self.config.infini_attention
+        prepare = normalise if settings.memory_qk_norm else _keep
+        rule, eps = settings.memory_update, settings.memory_eps
+        memory_RGKV, normalizer_RGK = memories_by_scan(
+            prepare(segments.previous(key_NSGK)),
+            segments.previous(value_NSGK),
+            segments,
+            rule,
+            eps,
+            settings.detach_every_n_segments,
+            carry.found.get(self.layer_idx) if carry is not None else None,
+        )
+        if carry is not None:
+            with torch.no_grad():
+                last = segments.last_B
+                before = (memory_RGKV[last], normalizer_RGK[last])
+                added = write_segment(prepare(key_NSGK[last]), value_NSGK[last], *before, rule, eps)
+                carry.left[self.layer_idx] = tuple((x + more).detach() for x, more in zip(before, added, strict=True))
+        query_RSHK = prepare(segments.split(query_NSHK)[1])
+        return read_memory(query_RSHK, memory_RGKV, normalizer_RGK, eps).transpose(1, 2)
 
     def _attend_locally(self, query_NSHK, key_NSGK, value_NSGK, position_embeddings) -> Tensor:
         # Empty places stand after a segment's tokens, where causal attention never looks: no mask is needed.
@@ -122,6 +143,8 @@ def choose_backend(settings: InfiniAttentionConfig, segments: Segments, row_leng
     They break even near 4 to 1 (`benchmarks/bench_attention.py`, CPU): only short rows of very short segments want
     the attention form.
     """
+    if isinstance(segments, SlottedSegments):
+        return "scan"
     if settings.backend != "auto":
         return settings.backend
     if settings.memory_update == "delta" or settings.detach_every_n_segments is not None:

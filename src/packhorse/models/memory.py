@@ -65,19 +65,19 @@ def write_segment(
         return write(key_feature, value)
 
 
-def read_by_scan(
-    query_RSHK: Tensor,
+def memories_by_scan(
     key_RSGK: Tensor,
     value_RSGV: Tensor,
     segments: Segments,
     rule: MemoryUpdate,
     eps: float,
     detach_every: int | None = None,
-) -> Tensor:
-    """All segments at once: one write each, a running sum over the past, one read each. -> [R, H, S, V].
+    carried: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """All segments at once: one write each, a running sum over the past. -> [R, G, K, V] and [R, G, K].
 
-    Cost per token: K V for the write and for the read; K V numbers are kept for each segment and G. The delta rule
-    looks like a loop over segments, but z does not depend on M, so what a segment erases is known beforehand:
+    Cost per token: K V for the write; K V numbers are kept for each segment and G. The delta rule looks like a loop
+    over segments, but z does not depend on M, so what a segment erases is known beforehand:
 
         M' = M + sigma(K)^T (V - W M) = (I - sigma(K)^T W) M + sigma(K)^T V      with W = sigma(K) / (sigma(K) z)
 
@@ -85,17 +85,19 @@ def read_by_scan(
     one [K, K] times [K, V] for each segment.
 
     Args:
-        query_RSHK: queries of the segments that have a past.
-        key_RSGK: keys of the segment before each.
+        key_RSGK: keys of the segment before each of those that have a past.
         value_RSGV: values of the segment before each.
         segments: which segment follows which.
         rule: `linear` or `delta`.
         eps: added to the normaliser.
         detach_every: how many segments a gradient may pass; None for all.
+        carried: memory and normaliser from before each row, [B, ...]; only for segments that stand in slots.
     """
-    with torch.autocast(query_RSHK.device.type, enabled=False):
+    with torch.autocast(key_RSGK.device.type, enabled=False):
         key_feature = feature_map(_heads_first(key_RSGK))
         written, normalizer = write(key_feature, _heads_first(value_RSGV))
+        if carried is not None:
+            written, normalizer = segments.begin(written, carried[0]), segments.begin(normalizer, carried[1])
         normalizer = segments.running_sum(normalizer, detach_every)
         if rule == "delta":
             normalizer_before = segments.delay(normalizer, detach_every)
@@ -103,7 +105,7 @@ def read_by_scan(
             memory = segments.running_delta(key_feature.transpose(-1, -2) @ answer_weight, written, detach_every)
         else:
             memory = segments.running_sum(written, detach_every)
-    return read_memory(query_RSHK, memory, normalizer, eps)
+    return memory, normalizer
 
 
 def read_by_attention(

@@ -12,8 +12,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
 from packhorse.models.attention import InfiniAttentionMixin
+from packhorse.models.config import InfiniAttentionConfig
 from packhorse.models.gates import Gate
 from packhorse.models.segments import Segments, split_into_segments
+from packhorse.models.state import MemoryState
 from packhorse.models.streaming import InfiniCache
 
 
@@ -54,6 +56,7 @@ class InfiniModelMixin:
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         segments: Segments | None = None,
+        memory_state: MemoryState | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """Hidden states [B, T, hidden] of every token.
@@ -66,14 +69,15 @@ class InfiniModelMixin:
             inputs_embeds: [B, T, hidden], instead of `input_ids`.
             use_cache: True starts an `InfiniCache` if there is none, except where gradients are recorded.
             segments: what `split_into_segments` makes of the two above, if a data loader has done it already.
+            memory_state: memories that rows of a long document go on with, in training; moved on by this call.
             kwargs: passed on to the layers.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give either input_ids or inputs_embeds, and not both.")
-        if past_key_values is None and use_cache and not is_grad_enabled():
+        if past_key_values is None and memory_state is None and use_cache and not is_grad_enabled():
             past_key_values = InfiniCache(self.config)
         if past_key_values is not None:
-            _check_cache(past_key_values, segments)
+            _check_cache(past_key_values, segments, memory_state)
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(
                 f"attention_mask must be [batch, tokens], got shape {tuple(attention_mask.shape)}: which token sees "
@@ -84,6 +88,10 @@ class InfiniModelMixin:
         settings = self.config.infini_attention
         if past_key_values is not None:
             segments = past_key_values.plan(shape, attention_mask, position_ids, device)
+        elif memory_state is not None:
+            _check_state(settings, attention_mask, segments)
+            segments, kwargs["carry"], seen_B = memory_state.begin(shape, settings.segment_length, position_ids)
+            segments = segments.to(device)
         else:
             if segments is None:
                 segments = split_into_segments(shape, settings.segment_length, position_ids, attention_mask)
@@ -97,6 +105,8 @@ class InfiniModelMixin:
             )
         if past_key_values is not None:
             past_key_values.advance(segments)
+        elif memory_state is not None:
+            memory_state.advance(kwargs["carry"], seen_B)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
 
@@ -126,7 +136,18 @@ class InfiniForCausalLMMixin:
             model_kwargs["past_key_values"] = InfiniCache(self.config)
 
 
-def _check_cache(cache: InfiniCache, segments: Segments | None = None) -> None:
+def _check_state(settings: InfiniAttentionConfig, attention_mask: Tensor | None, segments: Segments | None) -> None:
+    if segments is not None or (attention_mask is not None and not bool(attention_mask.all())):
+        raise ValueError(
+            "With a memory_state give position_ids alone: rows are full, and it finds the segments by itself."
+        )
+    if settings.backend not in ("auto", "scan"):
+        raise ValueError(f"backend {settings.backend!r} carries no memory from row to row. Set backend: auto.")
+
+
+def _check_cache(cache: InfiniCache, segments: Segments | None = None, memory_state: MemoryState | None = None) -> None:
+    if memory_state is not None:
+        raise ValueError("Give either memory_state, to train, or past_key_values, to generate.")
     if not isinstance(cache, InfiniCache):
         raise ValueError(
             f"Infini-attention cannot continue from a {type(cache).__name__}: it keeps a memory, not all keys and "

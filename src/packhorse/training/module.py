@@ -4,6 +4,7 @@ The model is made in `configure_model`, when the cache is open and its vocabular
 logits of a batch, so vocabularies of 150,000 entries cost little memory. Gates are a parameter group of their own.
 """
 
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
@@ -29,8 +30,10 @@ from packhorse.models import (
     InfiniQwen3Config,
     InfiniQwen3ForCausalLM,
     gate_parameters,
+    segments_in_buckets,
     split_into_segments,
 )
+from packhorse.models.slots import SlottedSegments
 from packhorse.training.gate_budget import gate_schedule
 from packhorse.training.loss import TokenLoss, chunked_cross_entropy
 from packhorse.training.memory_monitor import InfiniAttentionMonitor
@@ -69,6 +72,8 @@ class LanguageModule(LightningModule):
         balance_factor_weight_decay: Weight decay of the gates, here or in `infini_attention`; it pulls them to one
             half, so 0 if neither is given.
         gradient_checkpointing: Compute activations twice instead of keeping them.
+        compile: A backend of torch.compile for training steps, such as inductor. Packed rows are then laid into at most
+            three shapes, so it compiles at most three times.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class LanguageModule(LightningModule):
         balance_factor_lr: float | None = None,
         balance_factor_weight_decay: float | None = None,
         gradient_checkpointing: bool = False,
+        compile: str | None = None,
     ) -> None:
         super().__init__()
         if config and pretrained:
@@ -95,6 +101,13 @@ class LanguageModule(LightningModule):
             infini_attention, "balance_factor_weight_decay", balance_factor_weight_decay, 0.0
         )
         self.gradient_checkpointing = gradient_checkpointing
+        if compile is not None and infini_attention.backend not in ("auto", "scan"):
+            raise SettingsError(
+                f"`compile` lays segments into slots, which infini_attention.backend {infini_attention.backend!r} "
+                "cannot read. Set `backend: auto`."
+            )
+        self.compile_backend = compile
+        self._compiled: Callable | None = None
         self.model: PreTrainedModel | None = None
         self.schedule: Schedule | None = None
         self.eval_loss = TokenLoss()
@@ -149,6 +162,9 @@ class LanguageModule(LightningModule):
         self.model.train()
         if self.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if self.compile_backend is not None:
+            # The function, not the module: a compiled module would be a second one with the same parameters.
+            self._compiled = torch.compile(self.model.model.forward, backend=self.compile_backend, dynamic=False)
 
     def configure_callbacks(self) -> list[Callback]:
         """The monitor of gates and memory, as `infini_attention` asks for it."""
@@ -216,7 +232,10 @@ class LanguageModule(LightningModule):
     def forward(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Summed loss in nats, and over how many tokens."""
         assert self.model is not None
-        hidden = self.model.model(
+        body: Callable = self.model.model
+        if self._compiled is not None and self.training and isinstance(batch.get("segments"), SlottedSegments):
+            body = self._compiled
+        hidden = body(
             input_ids=batch["input_ids"],
             position_ids=batch["position_ids"],
             segments=batch.get("segments"),
@@ -229,8 +248,8 @@ class LanguageModule(LightningModule):
         if isinstance(batch, dict) and "position_ids" in batch and "segments" not in batch:
             assert self.model is not None
             segment_length = self.model.config.infini_attention.segment_length
-            shape = batch["input_ids"].shape
-            batch = {**batch, "segments": split_into_segments(shape, segment_length, batch["position_ids"])}
+            find = split_into_segments if self.compile_backend is None else segments_in_buckets
+            batch = {**batch, "segments": find(batch["input_ids"].shape, segment_length, batch["position_ids"])}
         return batch
 
     def on_train_epoch_start(self) -> None:
