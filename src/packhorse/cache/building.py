@@ -5,11 +5,13 @@ page. What is not selected is left to others.
 """
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from packhorse.cache import store
 from packhorse.cache.build import Job
+from packhorse.cache.claims import Claims
 from packhorse.cache.gaps import estimate_gaps
 from packhorse.cache.integrity import Integrity
 from packhorse.cache.plan import Plan
@@ -21,11 +23,17 @@ from packhorse.cache.selection import Selection, ranges
 from packhorse.cache.settings import CacheSettings
 from packhorse.cache.snapshot import Index
 from packhorse.cache.staff import Staff
-from packhorse.cache.states import ChunkStates, find_states
+from packhorse.cache.states import ChunkStates, find_states, is_built
 from packhorse.cache.suspects import Suspects
 from packhorse.corpus.engines import make_engine
 from packhorse.corpus.sources import Source
 from packhorse.errors import CacheCorruptionError, CacheError, CacheIncompleteError, EngineMismatch, SettingsError
+
+WAIT_SECONDS = 0.5
+"""Between two looks at what others are building."""
+
+GROWTH_SECONDS = 5.0
+"""A snapshot is published at most this often while a build goes on."""
 
 
 class Building:
@@ -67,6 +75,9 @@ class Building:
         )
         self.progress = BuildProgress(quiet=tell is not say)
         self._waiting: dict[int, int] = {}  # file number -> unfinished chunks that still need it
+        self._elsewhere: list[int] = []  # chunks that other builders have in hand
+        self._found: list[int] = []  # chunks that others have built
+        self._extend_at = 0.0
 
     def run(self) -> Integrity:
         """Build what is missing of the selection.
@@ -76,17 +87,11 @@ class Building:
         """
         if self._is_suspect_index():
             self.index.forget()
-        while True:
-            try:
-                built = self._build()
-                break
-            except EngineMismatch as error:
-                if error.engine.split()[0] != "fastokens":
-                    raise  # the reference itself: there is nothing to fall back on
-                self._suspect(error)
-        if any(self._differs_from_index(record) for record in built):
-            self.index.forget()
-        self.index.extend(self.plan.num_chunks, self._is_trusted)
+        with Claims(self.folder) as self.claims:
+            built = self._build_trusted()
+            if built:
+                self.claims.sweep()
+        self._extend_index([record.chunk for record in built] + self._found)
         if built:
             self.tell(f"{len(built)} chunks built in {self.progress.seconds:.1f} s: {self.progress.rates()}")
             store.remove_leftovers(self.folder)
@@ -101,8 +106,39 @@ class Building:
             is_read_back=self.settings.validation,
         )
 
+    def _build_trusted(self) -> list[Record]:
+        """Build, and again by the reference where the fast engine was wrong."""
+        while True:
+            try:
+                return self._build()
+            except EngineMismatch as error:
+                if error.engine.split()[0] != "fastokens":
+                    raise  # the reference itself: there is nothing to fall back on
+                self._suspect(error)
+
+    def _extend_index(self, fresh: list[int]) -> None:
+        """Let readers and trainings see what follows without a gap."""
+        if any(self._differs_from_index(chunk) for chunk in fresh):
+            self.index.forget()
+        self.index.extend(self.plan.num_chunks, self._is_trusted)
+
     def _build(self) -> list[Record]:
-        jobs = self._jobs()
+        self._elsewhere.clear()
+        built = self._run(self._jobs())
+        is_told = False
+        while self._elsewhere:
+            # They are built by others, who may die: in the end every chunk is there, whoever made it.
+            left, self._elsewhere = self._elsewhere, []
+            more = self._run(job for chunk in left if (job := self._job(chunk)) is not None)
+            built += more
+            if self._elsewhere and not more:
+                if not is_told:
+                    self.tell(f"Waiting for chunks that others are building: {ranges(self._elsewhere)}.")
+                    is_told = True
+                time.sleep(WAIT_SECONDS)
+        return built
+
+    def _run(self, jobs: Iterator[Job]) -> list[Record]:
         first = list(itertools.islice(jobs, 2))
         if not first:
             return []
@@ -112,7 +148,9 @@ class Building:
         def on_record(record: Record) -> None:
             built.append(record)
             self.progress.committed()
+            self.claims.drop(record.chunk)
             self._release(record)
+            self._show_growth(record)
 
         with self.progress.shown():
             workers.run(
@@ -126,6 +164,12 @@ class Building:
                 self.tell,
             )
         return built
+
+    def _show_growth(self, record: Record) -> None:
+        """Now and then, let trainings see what has become complete: they may begin before the end."""
+        if record.chunk >= self.index.num_chunks and time.monotonic() > self._extend_at:
+            self.index.extend(self.plan.num_chunks, self._is_trusted)
+            self._extend_at = time.monotonic() + GROWTH_SECONDS
 
     def _jobs(self) -> Iterator[Job]:
         """The chunks that are missing, planned ones first."""
@@ -160,9 +204,23 @@ class Building:
         selected = [chunk for chunk in entries if chunk in self.selection]
         for chunk in selected:
             self.progress.planned(1, self.plan.page(chunk).chunk_bytes)
-        for chunk in selected:
-            files = {number: self.planner.locations.locate(number) for number, _, _ in entries[chunk]}
-            yield Job(chunk=chunk, ranges=entries[chunk], files=files, dropped=self.plan.dropped(chunk))
+        yield from (job for chunk in selected if (job := self._job(chunk)) is not None)
+
+    def _job(self, chunk: int) -> Job | None:
+        """The job of a chunk, unless others have built it meanwhile, or are about to."""
+        if not is_built(self.folder, chunk):
+            if not self.claims.take(chunk):
+                self._elsewhere.append(chunk)
+                return None
+            # Again: its builder may have committed it and dropped the claim just now.
+            if not is_built(self.folder, chunk):
+                entry = self.plan.entry(chunk)
+                files = {number: self.planner.locations.locate(number) for number, _, _ in entry}
+                return Job(chunk=chunk, ranges=entry, files=files, dropped=self.plan.dropped(chunk))
+            self.claims.drop(chunk)
+        self._found.append(chunk)
+        self.progress.planned(-1, -self.plan.page(chunk).chunk_bytes)
+        return None
 
     def _states(self) -> ChunkStates:
         while True:
@@ -232,8 +290,12 @@ class Building:
             # The record is in quarantine, and a power cut brought the index back.
             return True
 
-    def _differs_from_index(self, record: Record) -> bool:
-        return record.chunk < self.index.num_chunks and self.index.file_sha256(record.chunk) != record.file_sha256
+    def _differs_from_index(self, chunk: int) -> bool:
+        """Whether a chunk was built anew, by another codec, since the index was made."""
+        return (
+            chunk < self.index.num_chunks
+            and self.index.file_sha256(chunk) != read_record(self.folder, chunk).file_sha256
+        )
 
     def _suspect(self, error: EngineMismatch) -> None:
         """Put every chunk of an engine that was wrong out of use, before anything else is done."""

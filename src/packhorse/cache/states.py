@@ -68,6 +68,15 @@ def find_states(folder: Path, plan: Plan, index: Index) -> ChunkStates:
     return states
 
 
+def is_built(folder: Path, chunk: int) -> bool:
+    """Whether a chunk is committed by now, and its file has the size that its record says."""
+    try:
+        record = read_record(folder, chunk)
+        return chunk_path(folder, chunk, record.file_sha256).stat().st_size == record.file_bytes
+    except (OSError, CacheCorruptionError):
+        return False
+
+
 def _recorded(folder: Path, index: Index, chunk: int) -> tuple[str, int]:
     if chunk < index.num_chunks:
         return index.file_sha256(chunk), int(index.row(chunk)["file_bytes"])

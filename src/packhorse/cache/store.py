@@ -76,6 +76,29 @@ def replace(path: Path, data: bytes) -> None:
         sync_folder(path.parent)
 
 
+def note(path: Path, data: bytes, *, over: bool) -> bool:
+    """Make `path` hold `data` for those who look now: for hints, which a power cut may take.
+
+    Args:
+        path: The file; it appears complete or not at all.
+        data: Its content.
+        over: Whatever it held before; else only if it did not exist.
+
+    Returns:
+        Whether this call made the file.
+    """
+    with disk_errors(path):
+        temporary = _write_temporary(path, data, durable=False)
+        try:
+            if over:
+                os.replace(temporary, path)
+                return True
+            return _link(temporary, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+
 def make_folder(path: Path) -> None:
     """Create a folder and its parents, durably."""
     if path.is_dir():
@@ -198,7 +221,7 @@ def read_sealed(path: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
     return value
 
 
-def _write_temporary(path: Path, data: bytes | Iterable[bytes]) -> Path:
+def _write_temporary(path: Path, data: bytes | Iterable[bytes | memoryview], durable: bool = True) -> Path:
     # In the same folder as `path`: a rename or link must not cross file systems.
     temporary = path.parent / f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -209,7 +232,8 @@ def _write_temporary(path: Path, data: bytes | Iterable[bytes]) -> Path:
                 while view:
                     view = view[os.write(descriptor, view) :]
             # Never repeated after an error: the kernel forgets pages that it failed to write.
-            os.fsync(descriptor)
+            if durable:
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
     except BaseException:

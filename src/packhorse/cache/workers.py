@@ -117,10 +117,10 @@ class Workers:
                 on_record(builder.build(job, on_progress))
             return
         jobs, running, told = iter(jobs), 0, set()
-        self._thread = threading.Thread(
-            target=self._build_here, args=(folder, engine, compression, read_back), daemon=True
-        )
-        self._thread.start()
+        if self._thread is None:
+            setting = (folder, engine, compression, read_back)
+            self._thread = threading.Thread(target=self._build_here, args=setting, daemon=True)
+            self._thread.start()
 
         def give(number: int) -> int:
             job = next(jobs, None)
