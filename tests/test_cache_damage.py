@@ -2,13 +2,14 @@
 
 import itertools
 import os
+import pickle
 import shutil
 
 import numpy as np
 import pytest
 
 from conftest import all_tokens, file_bytes, make_texts, payloads, write_jsonl
-from packhorse.cache import Cache, store
+from packhorse.cache import Cache, snapshot, store
 from packhorse.cache.plan import Plan
 from packhorse.cache.record import chunk_path, read_record, record_path
 from packhorse.cache.snapshot import Index
@@ -139,8 +140,8 @@ def test_a_chunk_that_is_not_a_file_is_refused_and_never_waited_for(cache, tmp_p
 # -- what is lost is built again
 
 
-def rebuilt(build, tmp_path, **settings):
-    return build(str(tmp_path / "a.jsonl"), **{"sequences_per_chunk": 12, "packing": "concat", **settings})
+def rebuilt(build, tmp_path, source=None, **settings):
+    return build(source or str(tmp_path / "a.jsonl"), **{"sequences_per_chunk": 12, "packing": "concat", **settings})
 
 
 @pytest.mark.parametrize(
@@ -230,6 +231,34 @@ def test_a_damaged_tokenizer_copy_is_refused_before_anything_is_built_with_it(ca
         rebuilt(build, tmp_path)
 
 
+@pytest.mark.parametrize("page_chunks", [2, 4_096])
+def test_a_cache_without_its_index_opens_from_its_records_and_writes_nothing(cache, monkeypatch, page_chunks):
+    tokens, digest, summary = all_tokens(cache), cache.snapshot.digest, cache.summary
+    monkeypatch.setattr(snapshot, "PAGE_CHUNKS", page_chunks)
+    shutil.rmtree(cache.folder / "index")
+    opened = Cache(cache.folder)
+    assert np.array_equal(all_tokens(opened), tokens)
+    assert np.array_equal(all_tokens(pickle.loads(pickle.dumps(opened))), tokens)
+    assert (opened.snapshot.digest, opened.summary) == (digest, summary)
+    assert not (cache.folder / "index").exists()
+    part = Cache(cache.folder, num_chunks=2)
+    assert part.snapshot.digest == Cache(cache.folder, num_chunks=2).snapshot.digest
+
+
+def test_without_an_index_only_chunks_that_belong_here_are_taken(cache, build, tmp_path):
+    other = build(str(tmp_path / "a.jsonl"), sequences_per_chunk=12, packing="best_fit")
+    shutil.rmtree(cache.folder / "index")
+    store.make_folder(cache.folder / "suspects")
+    engine = read_record(cache.folder, 0).engine
+    suspect = cache.folder / "suspects/x.json"
+    store.publish(suspect, store.seal({"engine": engine, "text": ""}))
+    assert Cache(cache.folder).snapshot.num_chunks == 0
+    suspect.unlink()
+    shutil.copy(record_path(other.folder, 1), record_path(cache.folder, 1))
+    with pytest.raises(CacheCorruptionError, match="of another recipe"):
+        Cache(cache.folder)
+
+
 # -- valid, but not what it should be
 
 
@@ -284,3 +313,47 @@ def test_a_damaged_tokenizer_copy_decodes_nothing(cache):
     path.write_bytes(path.read_bytes().replace(b"the", b"teh", 1))
     with pytest.raises(CacheCorruptionError, match=r"tokenizer\.json is damaged"):
         Cache(cache.folder).decode([1, 2, 3])
+
+
+def test_a_page_of_the_plan_of_another_cache_is_refused_by_the_next_build(cache, build, tmp_path):
+    texts = make_texts(200, seed=5, words=20)
+    other = build(str(write_jsonl(tmp_path / "b.jsonl", texts)), sequences_per_chunk=12, packing="concat")
+    assert other.snapshot.num_chunks > cache.snapshot.num_chunks
+    shutil.copy(other.folder / "plan/000000.json", cache.folder / "plan/000000.json")
+    before = file_bytes(cache.folder)
+    with pytest.raises(CacheError, match=r"page 0 of the plan in .* is that of another cache"):
+        rebuilt(build, tmp_path, source=[str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
+    assert file_bytes(cache.folder) == before
+
+
+def test_a_recipe_of_another_cache_is_refused_before_anything_is_built_or_read(cache, build, tmp_path):
+    other = build(str(tmp_path / "a.jsonl"), sequences_per_chunk=12, packing="best_fit")
+    shutil.copy(other.folder / "recipe.json", cache.folder / "recipe.json")
+    with pytest.raises(CacheCorruptionError):
+        Cache(cache.folder).read([0])
+    write_jsonl(tmp_path / "a.jsonl", make_texts(30, seed=4, words=20), "a")
+    before = file_bytes(cache.folder)
+    with pytest.raises(CacheCorruptionError, match=r"recipe\.json in .* is that of another cache"):
+        rebuilt(build, tmp_path, packing="best_fit", cache_dir=str(cache.folder))
+    assert file_bytes(cache.folder) == before
+
+
+def test_an_index_page_of_another_cache_is_refused_when_it_is_read(cache, build, tmp_path):
+    other = build(str(tmp_path / "a.jsonl"), sequences_per_chunk=12, packing="concat", compression="none", name="other")
+    page = next((cache.folder / "index").iterdir())
+    shutil.copy(next((other.folder / "index").iterdir()), page)
+    with pytest.raises(CacheError):
+        Cache(cache.folder).read([0])
+
+
+def test_the_memo_of_another_tokenizer_is_not_believed(cache, build, tmp_path, gpt2_like, qwen_like):
+    source = str(tmp_path / "a.jsonl")
+    digest = build(source, tokenizer=str(qwen_like), name="q").recipe.digest
+    memos = sorted((cache.folder.parent / "tokenizers").iterdir())
+    assert len(memos) == 2
+    data = [memo.read_bytes() for memo in memos]
+    for memo, other in zip(memos, reversed(data), strict=True):
+        memo.write_bytes(other)
+    assert build(source, tokenizer=str(qwen_like), name="q").recipe.digest == digest
+    assert build(source, tokenizer=str(gpt2_like), name="g").recipe.digest != digest
+    assert [memo.read_bytes() for memo in memos] == data

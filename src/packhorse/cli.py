@@ -18,7 +18,8 @@ HELP = """Packhorse: raw text to a trained long-context language model in one co
     python main.py preview  --config ...                         what would happen; writes nothing
     python main.py cache build    --config ...                   build the cache, or bring it up to date
     python main.py cache status   --config ...                   what is built, and what is missing
-    python main.py cache validate --config ...                   read everything and verify every hash
+    python main.py cache validate --config ...                   say exactly what is damaged
+    python main.py cache repair   --config ...                   build that again, and prove it equal
 
 Any value of a configuration can be set on the command line: --data.source my.parquet --trainer.max_steps 100
 More about one of them: python main.py fit --help
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: What follows the program's name; by default from the command line.
 
     Returns:
-        The exit status: 0 when all went well, 1 when `cache validate` found damage, 2 for errors of use, 130 after
+        The exit status: 0 when all went well, 1 when a cache is damaged, 2 for errors of use, 130 after
         Ctrl-C, 143 when a training was told to stop (SIGTERM).
     """
     arguments = sys.argv[1:] if arguments is None else arguments

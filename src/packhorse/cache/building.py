@@ -18,7 +18,7 @@ from packhorse.cache.plan import Plan
 from packhorse.cache.planner import Planner
 from packhorse.cache.progress import BuildProgress, say
 from packhorse.cache.recipe import Recipe, read_identity, tokenizer_json
-from packhorse.cache.record import Record, read_record
+from packhorse.cache.record import Record, read_record, refuse_strangers
 from packhorse.cache.selection import Selection, ranges
 from packhorse.cache.settings import CacheSettings
 from packhorse.cache.snapshot import Index
@@ -232,6 +232,7 @@ class Building:
                 break  # else another builder has just added a page
         for message in states.unreadable.values():
             raise CacheCorruptionError(message)
+        refuse_strangers(self.folder, self.plan, self.recipe.digest, sorted(known))
         return states
 
     def _tell_gaps(self, states: ChunkStates) -> None:

@@ -22,11 +22,12 @@ import numpy as np
 from packhorse.cache.chunk import token_bits
 from packhorse.cache.reader import SequenceReader, Split
 from packhorse.cache.recipe import Recipe, read_identity, tokenizer_json
-from packhorse.cache.record import Record, read_record, record_path
+from packhorse.cache.record import MAX_CHUNKS, Record, read_record, record_path
 from packhorse.cache.settings import CacheSettings
 from packhorse.cache.snapshot import Index, Snapshot
+from packhorse.cache.suspects import Suspects
 from packhorse.corpus.sources import are_sources
-from packhorse.errors import CacheIncompleteError, RecipeMismatch
+from packhorse.errors import CacheCorruptionError, CacheIncompleteError, RecipeMismatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +129,7 @@ class Cache:
         self.folder = Path(folder)
         self.identity = read_identity(self.folder)
         self.recipe = self.identity.recipe
-        self.snapshot = Snapshot(Index(self.folder), num_chunks)
+        self.snapshot = Snapshot(self._index(), num_chunks)
         self._reader = SequenceReader(
             self.folder,
             self.snapshot,
@@ -137,6 +138,23 @@ class Cache:
             token_bits(self.recipe.vocab_size),
             self.recipe.overlap,
         )
+
+    def _index(self) -> Index:
+        """The index on the disk; without one, what the records say, for this object alone."""
+        index = Index(self.folder)
+        if not index.num_chunks:
+            suspects = Suspects(self.folder).engines()
+
+            def is_trusted(record: Record) -> bool:
+                if record.recipe != self.recipe.digest:
+                    raise CacheCorruptionError(
+                        f"The record of chunk {record.chunk} in {self.folder} is of another recipe.\n"
+                        "`packhorse cache validate` says whose."
+                    )
+                return record.engine not in suspects
+
+            index.extend(MAX_CHUNKS, is_trusted, in_memory=True)
+        return index
 
     @property
     def read(self):

@@ -10,7 +10,6 @@ builder may be at work.
 
 import hashlib
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,8 +22,8 @@ from packhorse.cache.deep import check_content, check_sample
 from packhorse.cache.metadata import check_metadata
 from packhorse.cache.plan import Plan, read_page
 from packhorse.cache.reader import ChunkReader
-from packhorse.cache.recipe import Identity, read_identity, verified_file
-from packhorse.cache.record import Record, chunk_path, committed_chunks, read_record, record_path
+from packhorse.cache.recipe import Identity, read_identity, strange_files, verified_file
+from packhorse.cache.record import Record, chunk_path, committed_chunks, read_record, readable_records, record_path
 from packhorse.cache.regular import open_file
 from packhorse.cache.snapshot import EMPTY_DIGEST, PAGE_CHUNKS, Index, Totals, next_digest
 from packhorse.cache.workers import usable_cores
@@ -129,7 +128,9 @@ def check_cache(folder: Path, depth: Depth = "full", sources: list[Source] | Non
     if depth != "quick":
         check.chunk_files(quiet)
     if depth == "deep" and check.identity is not None and check.plan is not None:
-        check.report.retokenized = check_sample(check.plan, check.identity, check.records(), sources, check.report)
+        check.report.retokenized = check_sample(
+            check.plan, check.identity, readable_records(folder), sources, check.report
+        )
     check.report.findings.sort(key=lambda finding: (finding.chunk is not None, finding.chunk or 0))
     check.report.seconds = time.monotonic() - start
     return check.report
@@ -183,7 +184,7 @@ class _Check:
     def chunk_files(self, quiet: bool) -> None:
         """Every hash of every chunk whose record and size are right."""
         damaged = set(self.report.damaged_chunks)
-        records = [record for record in self.records() if record.chunk not in damaged]
+        records = [record for record in readable_records(self.folder) if record.chunk not in damaged]
         with (
             ByteProgress("checking", sum(record.file_bytes for record in records), quiet) as progress,
             ThreadPoolExecutor(len(usable_cores())) as pool,
@@ -200,14 +201,6 @@ class _Check:
                     self.report.add("chunk", path, problem, record.chunk)
                 self.report.bytes_read += record.file_bytes
 
-    def records(self) -> Iterator[Record]:
-        """The records that can be read."""
-        for chunk in committed_chunks(self.folder):
-            try:
-                yield read_record(self.folder, chunk)
-            except (CacheError, FileNotFoundError):
-                continue
-
     def _identity(self) -> None:
         path = self.folder / "recipe.json"
         try:
@@ -223,6 +216,8 @@ class _Check:
                 verified_file(copy, digest)
             except CacheError as error:
                 self.report.add("tokenizer", copy, error)
+        for path in strange_files(self.folder, self.identity):
+            self.report.add("tokenizer", path, f"{path} is not a file of this cache's tokenizer.")
 
     def _plan(self) -> None:
         root = self.folder / "plan"
@@ -324,7 +319,7 @@ class _Check:
         if not self.index.num_chunks and (self.folder / "metadata.json").exists() and committed_chunks(self.folder):
             self.report.add("index", self.folder / "index", f"{self.folder / 'index'} is missing.")
         totals, digest = Totals(), EMPTY_DIGEST
-        for page in range(-(-self.index.num_chunks // PAGE_CHUNKS)):
+        for page in range(self.index.num_pages):
             path = self.index.path(page)
             try:
                 header, rows = self.index.header(page), self.index.rows(page)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from packhorse.cache import spool, store
+from packhorse.cache import spool
 from packhorse.cache.plan import Plan, PlannedFile
 from packhorse.cache.recipe import read_identity
 from packhorse.corpus.documents import TextFile
@@ -47,11 +47,11 @@ class Locations:
         planned = self.plan.files[number]
         target = self.spool_path(planned)
         if planned.packed == "stream":
-            if not target.exists():
+            if not spool.is_whole(target):
                 self._spool_again(planned, target)
             filters = spool.FILTERS if self.filters else ()
             return TextFile(path=str(target), kind="parquet", column="document", filters=filters)
-        if planned.packed and target.exists():
+        if planned.packed and spool.is_whole(target):
             return self._file(target, planned)
         path = self.places.get(number, planned.path)
         _check_unchanged(path, planned)
@@ -64,7 +64,7 @@ class Locations:
         """Remove the spool of a file whose chunks are all committed."""
         planned = self.plan.files[number]
         if planned.packed:
-            store.remove(self.spool_path(planned))
+            spool.remove(self.spool_path(planned))
 
     def remove_spools(self) -> None:
         """Remove every spool of the plan and of this planner; for when all chunks are committed."""
@@ -73,7 +73,7 @@ class Locations:
         root = self.spool
         for path in root.iterdir() if root.is_dir() else ():
             if path.name in names:
-                store.remove(path)
+                spool.remove(path)
 
     def readable(self, file: SourceFile) -> TextFile:
         """A file of a source, unpacked if it must be."""

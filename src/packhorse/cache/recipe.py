@@ -194,10 +194,20 @@ def tokenizer_json(folder: Path, identity: Identity) -> str:
     Raises:
         CacheCorruptionError: a file of the copy is damaged or missing.
     """
+    if strangers := strange_files(folder, identity):
+        raise CacheCorruptionError(f"{strangers[0]} is not a file of this cache's tokenizer. Move it away.")
     content = {
         name: verified_file(folder / "tokenizer" / name, digest) for name, digest in identity.tokenizer_files.items()
     }
     return content.get("tokenizer.json", b"").decode()
+
+
+def strange_files(folder: Path, identity: Identity) -> list[Path]:
+    """What lies beside the files of the tokenizer's copy: transformers might read it."""
+    root = folder / "tokenizer"
+    paths = (path for path in sorted(root.rglob("*")) if not path.is_dir() or path.is_symlink())
+    known = {root / name for name in identity.tokenizer_files}
+    return [path for path in paths if path not in known and not path.name.startswith(store.TEMPORARY)]
 
 
 def verified_file(path: Path, sha256: str) -> bytes:

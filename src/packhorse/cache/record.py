@@ -5,17 +5,21 @@ counts, totals, indexes and snapshots are derived from records.
 """
 
 import re
+from bisect import bisect_left
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from packhorse.cache import store
-from packhorse.cache.plan import Range
+from packhorse.cache.plan import Plan, Range
 from packhorse.cache.typed import make, refuse_unless
 from packhorse.errors import CacheCorruptionError, NonDeterministicBuildError, StorageIOError
 
 FOLDER_CHUNKS = 1_000
 """Chunks in one folder."""
+MAX_CHUNKS = 2**32
+"""A chunk file has room for its number in four bytes."""
 
 MAX_RECORD_BYTES = 16 * 2**20
 
@@ -173,6 +177,34 @@ def read_record(folder: Path, chunk: int) -> Record:
     refuse_unless(record.pieces < 2**32 > record.documents, path, what, f"{record.pieces:,} pieces")
     refuse_unless(all(start < stop for _, start, stop in record.ranges), path, what, "a range is empty")
     return record
+
+
+def refuse_strangers(folder: Path, plan: Plan, recipe_digest: str, committed: list[int]) -> None:
+    """Refuse to build on when recipe or plan are those of another cache: every page is compared with two records.
+
+    Raises:
+        CacheCorruptionError: a record is of another recipe, or of other ranges than its entry.
+    """
+    first_chunks = [page.first_chunk for page in plan.pages]
+    places = {bisect_left(committed, chunk) for chunk in first_chunks}
+    for chunk in {committed[i] for place in places for i in (place - 1, place) if 0 <= i < len(committed)}:
+        if chunk >= plan.num_chunks:
+            continue
+        with suppress(FileNotFoundError):  # moved away since the folder was listed
+            record = read_record(folder, chunk)
+            if record.recipe != recipe_digest or record.ranges != plan.entry(chunk):
+                which = "recipe.json" if record.recipe != recipe_digest else f"page {plan.page(chunk).page} of the plan"
+                raise CacheCorruptionError(
+                    f"The {which} in {folder} is that of another cache: chunk {chunk} was built by another.\n"
+                    "Nothing was built. `packhorse cache validate` says more."
+                )
+
+
+def readable_records(folder: Path) -> Iterator[Record]:
+    """The records that are there and not damaged, in order."""
+    for chunk in committed_chunks(folder):
+        with suppress(FileNotFoundError, CacheCorruptionError):
+            yield read_record(folder, chunk)
 
 
 def committed_chunks(folder: Path) -> list[int]:

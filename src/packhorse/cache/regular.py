@@ -5,6 +5,7 @@ A symbolic link could lead anywhere, opening a pipe would wait for ever, and a f
 
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from packhorse.errors import CacheCorruptionError
@@ -39,3 +40,14 @@ def read_file(path: Path, most: int) -> bytes:
     """
     with open(open_file(path), "rb") as file:
         return file.read(most)
+
+
+def read_parts(path: Path) -> Iterator[bytes]:
+    """A file of a cache, a part at a time.
+
+    Raises:
+        FileNotFoundError, CacheCorruptionError: as `open_file`.
+    """
+    with open(open_file(path), "rb") as file:
+        while part := file.read(2**20):
+            yield part

@@ -108,6 +108,8 @@ class Index:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._headers: dict[Path, _Header] = {}
+        self._memory: dict[Path, bytes] = {}
+        """Pages that are not on the disk."""
         self._rows: dict[Path, np.ndarray] = {}
         self.reload()
 
@@ -142,6 +144,11 @@ class Index:
         page, rest = divmod(num_chunks - 1, PAGE_CHUNKS)
         header = self.header(page)
         return header.after if rest + 1 == header.count else header.before.plus(self.rows(page)[: rest + 1])
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that are in use."""
+        return len(self._names)
 
     def header(self, page: int) -> _Header:
         """The header of a page, verified."""
@@ -179,12 +186,13 @@ class Index:
         """SHA-256 of a chunk's file."""
         return bytes(self.row(chunk)["file_sha256"].item()).hex()
 
-    def extend(self, num_planned: int, trusted) -> None:
+    def extend(self, num_planned: int, trusted, in_memory: bool = False) -> None:
         """Take up the records of chunks that follow without a gap, and publish the pages.
 
         Args:
             num_planned: Chunks in the plan.
             trusted: Called with a record; False keeps its chunk, and all behind it, out.
+            in_memory: Write nothing: the pages are for this object alone.
         """
         # Counted here, not by `self.num_chunks`: another builder may publish longer pages meanwhile.
         first = self.num_chunks
@@ -204,7 +212,7 @@ class Index:
                 row["file_sha256"] = np.void(bytes.fromhex(record.file_sha256))
                 row["index_sha256"] = np.void(bytes.fromhex(record.index_sha256))
                 row["digest"] = np.void(digest)
-            self._publish(page, np.concatenate([rows, new]), before, digest)
+            self._publish(page, np.concatenate([rows, new]), before, digest, in_memory)
             first += len(taken)
 
     def forget(self) -> None:
@@ -219,7 +227,8 @@ class Index:
     def _read(self, page: int, size: int) -> bytes:
         """The first bytes of a page."""
         try:
-            return read_file(self.path(page), size)
+            path = self.path(page)
+            return self._memory[path][:size] if path in self._memory else read_file(path, size)
         except FileNotFoundError:
             # A builder has published a longer page in its place: it begins with the same rows.
             self.reload()
@@ -235,15 +244,21 @@ class Index:
                 return
             yield record
 
-    def _publish(self, page: int, rows: np.ndarray, before: Totals, digest: bytes) -> None:
+    def _publish(self, page: int, rows: np.ndarray, before: Totals, digest: bytes, in_memory: bool) -> None:
         first = page * PAGE_CHUNKS
         data = rows.tobytes()
         values = (*before.values(), *before.plus(rows).values())
         head = HEADER.pack(MAGIC, 1, first, len(rows), 0, *values, digest, zlib.crc32(data), 0)[:-4]
-        store.make_folder(self.folder / "index")
+        content = head + struct.pack("<I", zlib.crc32(head)) + data
         old = self.path(page) if page < len(self._names) else None
         path = self.folder / "index" / f"{first:09d}-{len(rows):04d}.idx"
-        store.replace(path, head + struct.pack("<I", zlib.crc32(head)) + data)
+        if in_memory:
+            self._memory[path] = content
+            self._names[page:] = [path.name]
+            self.num_chunks = first + len(rows)
+            return
+        store.make_folder(self.folder / "index")
+        store.replace(path, content)
         if old is not None and old.name < path.name:  # shorter: a longer one is another builder's
             store.remove(old)
         self.reload()

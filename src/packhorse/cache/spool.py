@@ -9,25 +9,28 @@ import io
 import itertools
 import json
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from packhorse.cache import store
+from packhorse.cache.regular import read_parts
 from packhorse.corpus.documents import decompress, starts_with_bracket
 from packhorse.corpus.filters import LEFT_OUT
 from packhorse.corpus.sources import Document
-from packhorse.errors import SourceError
+from packhorse.corpus.tables import file_version
+from packhorse.errors import CacheCorruptionError, SourceError
 
 FILTERS = ("passed == true",)
 """The filters of spooled documents: a stream is filtered before."""
 
 
 def unpack(path: str, packed: str, kind: str, target: Path) -> None:
-    """Unpack a file of a source (see `SourceFile.packed`) to `target`, unless that is there."""
-    if target.exists():
+    """Unpack a file of a source (see `SourceFile.packed`) to `target`, unless that is there and whole."""
+    if is_whole(target):
         return
-    store.make_folder(target.parent)
     if packed == "array":
         lines = _array_lines(path, Path(path).read_bytes())
     else:
@@ -36,7 +39,31 @@ def unpack(path: str, packed: str, kind: str, target: Path) -> None:
             first = next(lines, b"")
             rest = itertools.chain([first], lines)
             lines = _array_lines(path, b"".join(rest)) if starts_with_bracket(first) else rest
-    store.publish(target, lines)
+    publish(target, lines)
+
+
+def publish(target: Path, parts: Iterable[bytes]) -> None:
+    """Write a spool, unless it is there and whole; before it has its name, its checksum is beside it."""
+    if target.exists():
+        if is_whole(target):
+            return
+        remove(target)
+    store.make_folder(target.parent)
+    store.publish(target, _summed(target, parts))
+
+
+def is_whole(target: Path) -> bool:
+    """Whether a spool is there, as it was written: else text would be tokenized that nobody wrote."""
+    try:
+        return _is_whole(target, file_version(str(target)))
+    except SourceError:
+        return False
+
+
+def remove(target: Path) -> None:
+    """Remove a spool: it can be made again."""
+    store.remove(target)
+    store.remove(_sum_path(target))
 
 
 def cut_stream(documents: Iterator[Document], part_bytes: int) -> Iterator[list[Document]]:
@@ -86,8 +113,31 @@ def write_documents(documents: list[Document], target: Path) -> None:
     buffer = io.BytesIO()
     table = pa.table({"document": column, "passed": [document is not LEFT_OUT for document in documents]})
     pq.write_table(table, buffer, compression="none", use_dictionary=False, row_group_size=max(1, len(documents)))
-    store.make_folder(target.parent)
-    store.publish(target, buffer.getvalue())
+    publish(target, [buffer.getvalue()])
+
+
+@lru_cache(maxsize=1_024)
+def _is_whole(target: Path, version: tuple[int, ...]) -> bool:
+    digest = xxhash.xxh3_128()
+    try:
+        expected = store.read_sealed(_sum_path(target), 4_096)
+        for part in read_parts(target):
+            digest.update(part)
+    except (FileNotFoundError, CacheCorruptionError):
+        return False
+    return expected == {"xxh3_128": digest.hexdigest()}
+
+
+def _summed(target: Path, parts: Iterable[bytes]) -> Iterator[bytes]:
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part)
+        yield part
+    store.publish(_sum_path(target), store.seal({"xxh3_128": digest.hexdigest()}))
+
+
+def _sum_path(target: Path) -> Path:
+    return target.with_name(f"{target.name}.sum")
 
 
 def _array_lines(path: str, data: bytes) -> Iterator[bytes]:

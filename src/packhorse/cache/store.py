@@ -32,7 +32,8 @@ MAX_JSON_BYTES = 256 * 2**20
 LEFTOVER_SECONDS = 24 * 3600
 """Temporary files that are older belong to nobody."""
 
-_TEMPORARY = ".tmp-"
+TEMPORARY = ".tmp-"
+"""What the names of temporary files begin with."""
 WRITE_BYTES = 2**19
 """Parts of a file are put together until they are so many."""
 
@@ -146,9 +147,17 @@ def remove(path: Path) -> None:
         os.unlink(path)
 
 
+def remove_folder(path: Path) -> None:
+    """Remove a folder of scratch and all that is in it; a link is not followed."""
+    with disk_errors(path), contextlib.suppress(FileNotFoundError):
+        for inner in sorted(path.iterdir()):
+            remove_folder(inner) if inner.is_dir() and not inner.is_symlink() else remove(inner)
+        os.rmdir(path)
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove the temporary files of writers that died: those that are older than any writing takes."""
-    for path in folder.rglob(f"{_TEMPORARY}*"):
+    for path in folder.rglob(f"{TEMPORARY}*"):
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime < time.time() - LEFTOVER_SECONDS:
                 remove(path)
@@ -223,7 +232,7 @@ def read_sealed(path: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 def _write_temporary(path: Path, data: bytes | Iterable[bytes | memoryview], durable: bool = True) -> Path:
     # In the same folder as `path`: a rename or link must not cross file systems.
-    temporary = path.parent / f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
+    temporary = path.parent / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         try:

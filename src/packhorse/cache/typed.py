@@ -3,7 +3,7 @@
 Every metadata file may be damaged, of another version, or made by somebody who means harm; a valid checksum says only
 that it is as somebody wrote it. So its values are believed only where they are of the type, and in the range, that the
 dataclass names: whole numbers from 0 to 2^63 - 1, finite floats, texts without NUL. Fields with a default may be
-missing, as in files of older versions; fields that are not known are refused.
+missing (but for `format`), as in files of older versions; fields that are not known are refused.
 """
 
 import math
@@ -61,8 +61,9 @@ def _object(kind: type, value: Any, name: str) -> Any:
 
 @lru_cache
 def _fields(kind: type) -> tuple[dict[str, Any], set[str]]:
-    """The types of a dataclass's fields, and the names of those that have no default."""
-    needed = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
+    """The types of a dataclass's fields, and the names of those that must be there."""
+    optional = {f.name for f in fields(kind) if f.default is not MISSING or f.default_factory is not MISSING}
+    needed = {f.name for f in fields(kind)} - optional | {f.name for f in fields(kind) if f.name == "format"}
     return typing.get_type_hints(kind), needed
 
 

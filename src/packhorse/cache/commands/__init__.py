@@ -26,6 +26,8 @@ VERBS = {
     "status": "tell what is planned and what is built",
     "estimate": "tell what a cache will take: tokens, sequences, chunks, bytes, time",
     "validate": "say exactly what is damaged, from sizes, hashes or contents; changes nothing",
+    "repair": "build what is damaged again from its source, and prove it equal",
+    "cleanup": "say what dead builders left and nobody needs; remove it with --yes",
 }
 """Verb -> what it does, in the order of the help."""
 

@@ -1,0 +1,343 @@
+"""What is damaged -> what it was, built again and proven equal.
+
+    check -> recipe, tokenizer, suspects -> chunks -> index, metadata -> check again
+
+A chunk is built again by the builders that every build uses, but in a scratch cache beside the others, where nothing
+can be harmed. Only when its payload is proven to be the one that was committed does it take its place: by the hash in
+its record, or, where the record itself is damaged, by the digest of the snapshot, which goes over all payloads. What
+was damaged goes to quarantine. A chunk that differs (its source changed) is refused, and nothing of it is changed.
+"""
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from packhorse.cache import store
+from packhorse.cache.build import Job
+from packhorse.cache.check import Report, check_cache
+from packhorse.cache.chunk import LEVELS
+from packhorse.cache.locations import Locations
+from packhorse.cache.metadata import check_metadata, write_metadata
+from packhorse.cache.plan import Plan
+from packhorse.cache.recipe import Identity, create, make_recipe, read_identity
+from packhorse.cache.record import Record, chunk_path, read_record, readable_records, record_path
+from packhorse.cache.regular import read_parts
+from packhorse.cache.settings import CacheSettings
+from packhorse.cache.snapshot import Index, next_digest
+from packhorse.cache.suspects import Suspects
+from packhorse.cache.workers import Workers, usable_cores
+from packhorse.corpus.tokenizer import locate_tokenizer, read_tokenizer
+from packhorse.errors import CacheError, EngineMismatch, PackhorseError
+
+MANY_CHUNKS = 4
+"""For fewer chunks no processes are started: they are built here meanwhile."""
+
+
+@dataclass(kw_only=True)
+class Repair:
+    """What was repaired, and what could not be."""
+
+    before: Report
+    after: Report
+    mended: list[str] = field(default_factory=list)
+    """What was done, in words."""
+    refused: list[str] = field(default_factory=list)
+    """What was left as it is, and why."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing is damaged now."""
+        return self.after.is_good
+
+    def lines(self) -> list[str]:
+        """For people."""
+        if self.before.is_good:
+            return ["Nothing is damaged.", *self.after.lines()]
+        return [*self.mended, *(f"Left as it is: {text}" for text in self.refused), *self.after.lines()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """What is known of a chunk that must be built again."""
+
+    chunk: int
+    record: Record | None
+    """Its record, if that is good."""
+    file_sha256: str | None
+    """Of its file, as the index says, or else its record."""
+    index_sha256: str = ""
+    file_bytes: int = 0
+    digest_before: bytes = b""
+    digest: bytes = b""
+    """Of the snapshots that end before and with it, if the index knows them."""
+
+    def needs(self, level: str, built: dict[int, tuple[Record, Path]]) -> bool:
+        """Whether it must still be built with this level of compression."""
+        is_built = self.chunk in built and self.file_sha256 in (None, built[self.chunk][0].file_sha256)
+        is_known = self.record is not None and self.record.file_sha256 == self.file_sha256
+        return not is_built and (not is_known or _level(self.record) == level)
+
+    def proof(self, built: Record) -> str | None:
+        """How it is proven that this is what was there; None if it is not."""
+        if self.record is not None and built.payload_sha256 == self.record.payload_sha256:
+            return "its payload hash is the recorded one"
+        if self.digest and next_digest(self.digest_before, replace(built, file_sha256=self.file_sha256)) == self.digest:
+            return "the digest of the snapshot is what it was"
+        if self.record is None and not self.digest:
+            return "neither record nor index were left to compare it with"
+        return None
+
+
+def repair_cache(folder: Path, settings: CacheSettings | None = None, quiet: bool = True) -> Repair:
+    """Mend what is damaged. Safe to kill, to repeat, and beside builders and readers.
+
+    Args:
+        folder: The cache.
+        settings: What the cache was built with. Without them sources are looked for where they were planned, and
+            recipe and tokenizer cannot be repaired.
+        quiet: Do not show progress.
+
+    Raises:
+        CacheIncompleteError: there is no cache at all.
+    """
+    before = check_cache(folder, "full", quiet=quiet)
+    work = Repair(before=before, after=before)
+    if not before.is_good:
+        _Work(folder, settings, work).run()
+        work.after = check_cache(folder, "full", quiet=quiet)
+    return work
+
+
+class _Work:
+    """One run of `repair_cache`."""
+
+    def __init__(self, folder: Path, settings: CacheSettings | None, result: Repair) -> None:
+        self.folder, self.settings, self.result = folder, settings, result
+        self.kinds = {finding.kind for finding in result.before.findings}
+        self.index_changed = False
+
+    def run(self) -> None:
+        """Mend what can be mended; the rest is told in `refused`."""
+        self._suspects()
+        try:
+            if self.kinds & {"recipe", "tokenizer"}:
+                self._identity()
+            identity = read_identity(self.folder)
+            plan = Plan(self.folder)
+        except PackhorseError as error:
+            self.result.refused.append(str(error))
+            return
+        wanted = self._wanted()
+        if wanted:
+            self._chunks(wanted, plan, identity)
+        if self.index_changed or "index" in self.kinds:
+            self._index(plan, identity)
+        self._metadata(identity)
+
+    def _suspects(self) -> None:
+        for finding in self.result.before.findings:
+            if finding.kind == "suspect":
+                engine = finding.path.stem.replace("-", " ", 1)
+                store.quarantine(finding.path, self.folder)
+                store.publish(finding.path, store.seal({"engine": engine, "text": ""}))
+                self.result.mended.append(f"{finding.path} says again that {engine} is not to be trusted.")
+
+    def _identity(self) -> None:
+        """Recipe and tokenizer, from the settings: only if they are those that the chunks were built with."""
+        if self.settings is None:
+            raise CacheError("Recipe and tokenizer can only be repaired with the settings: give --config.")
+        content = read_tokenizer(locate_tokenizer(str(self.settings.tokenizer)))
+        recipe = make_recipe(self.settings, content.facts)
+        known = {record.recipe for record in readable_records(self.folder)}
+        with suppress(PackhorseError):
+            if not any(finding.kind == "recipe" for finding in self.result.before.findings):
+                known.add(read_identity(self.folder).recipe.digest)
+        if known - {recipe.digest}:
+            raise CacheError(f"The settings are of the recipe {recipe.id}; the chunks are of {sorted(known)[0][:12]}.")
+        for finding in self.result.before.findings:
+            if finding.kind == "tokenizer" and finding.path.exists():
+                store.quarantine(finding.path, self.folder)
+        if (self.folder / "recipe.json").exists():
+            store.quarantine(self.folder / "recipe.json", self.folder)
+        create(self.folder, recipe, content, str(self.settings.tokenizer))
+        self.result.mended.append("Recipe and tokenizer were written again from the settings.")
+
+    def _wanted(self) -> list[_Wanted]:
+        """What is known of each chunk whose file or record is damaged, or whose record the index contradicts."""
+        index = Index(self.folder)
+        chunks = {f.chunk for f in self.result.before.findings if f.chunk is not None}
+        return [self._known(index, chunk) for chunk in sorted(chunks)]
+
+    def _known(self, index: Index, chunk: int) -> _Wanted:
+        record = None
+        is_strange = any(f.chunk == chunk and f.kind == "record" for f in self.result.before.findings)
+        with suppress(CacheError, FileNotFoundError):
+            record = None if is_strange else read_record(self.folder, chunk)
+        with suppress(CacheError):
+            if chunk < index.num_chunks:
+                row = index.row(chunk)
+                return _Wanted(
+                    chunk=chunk,
+                    record=record,
+                    file_sha256=bytes(row["file_sha256"].item()).hex(),
+                    index_sha256=bytes(row["index_sha256"].item()).hex(),
+                    file_bytes=int(row["file_bytes"]),
+                    digest_before=index.digest(chunk),
+                    digest=index.digest(chunk + 1),
+                )
+        return _Wanted(chunk=chunk, record=record, file_sha256=record.file_sha256 if record else None)
+
+    def _chunks(self, wanted: list[_Wanted], plan: Plan, identity: Identity) -> None:
+        """Build chunks again, with one level of compression after the other, until each has the bytes that it had."""
+        sources = self.settings.open_sources() if self.settings is not None else []
+        usual = [_level(record) for record in readable_records(self.folder)]
+        built: dict[int, tuple[Record, Path]] = {}
+        with _Scratch(self.folder, identity) as scratch:
+            locations = Locations(plan, sources, scratch.folder / "spool")
+            for level in sorted(LEVELS, key=lambda level: -usual.count(level)):
+                for known in self._build([w for w in wanted if w.needs(level, built)], plan, locations, scratch, level):
+                    built[known[0].chunk] = known
+            for known in wanted:
+                if known.chunk in built:
+                    self._put(known, *built[known.chunk])
+
+    def _build(
+        self, wanted: list[_Wanted], plan: Plan, locations: Locations, scratch: "_Scratch", level: str
+    ) -> Iterator[tuple[Record, Path]]:
+        """Build chunks in a scratch cache: their records there, and their files."""
+        jobs = []
+        for known in wanted:
+            try:
+                entry = plan.entry(known.chunk)
+                files = {number: locations.locate(number) for number, _, _ in entry}
+                jobs.append(Job(chunk=known.chunk, ranges=entry, files=files, dropped=plan.dropped(known.chunk)))
+            except (PackhorseError, IndexError) as error:
+                self._refuse(f"chunk {known.chunk}: {error}")
+        if not jobs:
+            return
+        folder = scratch.cache(level)
+        for engine in ("auto", "hf"):
+            try:
+                self._run(jobs, folder, engine, level)
+                break
+            except EngineMismatch:
+                continue  # the reference does not differ from itself
+            except PackhorseError as error:
+                self._refuse(str(error))
+                break
+        for job in jobs:
+            with suppress(FileNotFoundError):
+                record = read_record(folder, job.chunk)
+                yield record, chunk_path(folder, job.chunk, record.file_sha256)
+
+    def _run(self, jobs: list[Job], folder: Path, engine: str, level: str) -> None:
+        workers = Workers(len(usable_cores()) if len(jobs) >= MANY_CHUNKS else 0)
+        try:
+            workers.run(
+                jobs, folder, engine, level, False, lambda *done: None, lambda record: None, self.result.mended.append
+            )
+        finally:
+            workers.stop()
+
+    def _refuse(self, text: str) -> None:
+        if text not in self.result.refused:
+            self.result.refused.append(text)
+
+    def _put(self, known: _Wanted, built: Record, file: Path) -> None:
+        """Put a chunk in its place, if it is proven to be what was there."""
+        proof = known.proof(built)
+        if proof is None:
+            self._refuse(
+                f"chunk {known.chunk}: built again it holds other tokens than were committed. Its source or its "
+                "tokenizer is not what it was; nothing of the chunk was changed."
+            )
+            return
+        wanted, record = known.file_sha256, known.record
+        if wanted not in (None, built.file_sha256) and store.holds(
+            chunk_path(self.folder, known.chunk, wanted), wanted
+        ):
+            # Another version of the codec gave other bytes; the file that is there is intact, so it stays.
+            built = replace(
+                built, file_sha256=wanted, file_bytes=known.file_bytes, index_sha256=known.index_sha256, codec="lz4"
+            )
+        if record is not None and record.file_sha256 == built.file_sha256:
+            built = record
+        self._put_file(known, built, file)
+        self._put_record(built)
+        if known.digest and next_digest(known.digest_before, built) != known.digest:
+            self.index_changed = True
+        self.result.mended.append(f"chunk {known.chunk} was built again; {proof}.")
+
+    def _put_file(self, known: _Wanted, built: Record, file: Path) -> None:
+        target = chunk_path(self.folder, built.chunk, built.file_sha256)
+        if store.holds(target, built.file_sha256):
+            return
+        for path in {target, chunk_path(self.folder, known.chunk, known.file_sha256 or built.file_sha256)}:
+            if os.path.lexists(path):
+                store.quarantine(path, self.folder)
+        store.make_folder(target.parent)
+        store.publish(target, read_parts(file))
+
+    def _put_record(self, record: Record) -> None:
+        path, data = record_path(self.folder, record.chunk), store.seal(asdict(record))
+        with suppress(OSError):
+            if path.read_bytes() == data:
+                return
+        if os.path.lexists(path):
+            store.quarantine(path, self.folder)
+        store.make_folder(path.parent)
+        store.publish(path, data)
+
+    def _metadata(self, identity: Identity) -> None:
+        num_chunks = Index(self.folder).num_chunks
+        try:
+            check_metadata(self.folder, identity.recipe, num_chunks)
+        except (FileNotFoundError, CacheError):
+            with suppress(CacheError):  # a record that is still missing
+                write_metadata(self.folder, identity.recipe, num_chunks)
+                self.result.mended.append("metadata.json was derived again from the records.")
+
+    def _index(self, plan: Plan, identity: Identity) -> None:
+        index = Index(self.folder)
+        index.forget()
+        suspects = Suspects(self.folder).engines()
+        index.extend(
+            plan.num_chunks,
+            lambda record: (
+                record.recipe == identity.recipe.digest
+                and record.ranges == plan.entry(record.chunk)
+                and record.engine not in suspects
+            ),
+        )
+        self.result.mended.append(f"The index was derived again from the records: {index.num_chunks} chunks.")
+
+
+class _Scratch:
+    """Caches beside a cache, with its recipe and tokenizer and no chunks; removed at the end."""
+
+    def __init__(self, folder: Path, identity: Identity) -> None:
+        self.source, self.identity = folder, identity
+        self.folder = folder / "spool" / f"repair-{os.getpid()}-{secrets.token_hex(4)}"
+
+    def __enter__(self) -> "_Scratch":
+        return self
+
+    def __exit__(self, *_) -> None:
+        store.remove_folder(self.folder)
+
+    def cache(self, name: str) -> Path:
+        """The folder of one of them."""
+        folder = self.folder / name
+        for file in (*(f"tokenizer/{name}" for name in self.identity.tokenizer_files), "recipe.json"):
+            store.make_folder((folder / file).parent)
+            store.publish(folder / file, read_parts(self.source / file))
+        return folder
+
+
+def _level(record: Record) -> str:
+    """How hard LZ4 worked: the last word of `lz4 1.9.4 default`."""
+    word = record.codec.rpartition(" ")[2]
+    return word if word in LEVELS else "default"

@@ -1,0 +1,229 @@
+"""Laws of `repair`: what it mends is proven to be what it was, and what it cannot prove it leaves alone."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from conftest import all_tokens, make_texts, write_jsonl
+from packhorse.cache import Cache, CacheSettings, store
+from packhorse.cache.check import check_cache
+from packhorse.cache.record import read_record, record_path
+from packhorse.cache.repair import repair_cache
+from packhorse.cli import main
+from test_cache_check import file_of, flip, tree
+
+
+@pytest.fixture
+def cache(build, tmp_path):
+    """A few chunks of a few sequences."""
+    made = build(str(write_jsonl(tmp_path / "a.jsonl", make_texts(40, words=20))), sequences_per_chunk=12)
+    assert made.snapshot.num_chunks >= 4
+    return made
+
+
+@pytest.fixture
+def settings(cache, tmp_path, gpt2_like):
+    values = {"sequence_length": 32, "eval_share": 0.1, "cache_dir": str(tmp_path / "cache"), "workers": 0}
+    return CacheSettings(source=str(tmp_path / "a.jsonl"), tokenizer=str(gpt2_like), **values)
+
+
+def content(folder):
+    """Everything of a cache but what is timed, derived from that, or moved out of the way."""
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_file() and not name.startswith(("quarantine", "metadata")):
+            files[name] = path.read_bytes()
+        if name.startswith("records") and path.is_file():
+            files[name] = {**store.read_sealed(path), "seconds": 0, "engine": ""}
+    return files
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def break_at_the_end(path):
+    flip(path, -1)
+
+
+def break_at_the_beginning(path):
+    flip(path, 0)
+
+
+@pytest.mark.parametrize("damage", [cut, break_at_the_end, break_at_the_beginning, os.unlink], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["chunks/000000/00000001-*.chunk"],
+        ["records/000000/00000001.json"],
+        ["records/000000/00000001.json", "chunks/000000/00000001-*.chunk", "chunks/000000/00000003-*.chunk"],
+        ["index/*.idx"],
+        ["metadata.json"],
+        ["index/*.idx", "chunks/000000/00000000-*.chunk"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_damaged_is_afterwards_what_it_was(names, damage, cache):
+    before, digest, tokens = content(cache.folder), cache.snapshot.digest, all_tokens(cache)
+    paths = [next(cache.folder.glob(name)) for name in names]
+    for path in paths:
+        damage(path)
+    broken = {
+        path.read_bytes() for path in paths if path.exists() and path.parent.name not in ("index", cache.folder.name)
+    }
+    result = repair_cache(cache.folder)
+    assert result.refused == []
+    assert result.is_good
+    assert content(cache.folder) == before
+    assert Cache(cache.folder).snapshot.digest == digest
+    assert (all_tokens(Cache(cache.folder)) == tokens).all()
+    quarantine = cache.folder / "quarantine"
+    assert {path.read_bytes() for path in quarantine.iterdir()} == broken if broken else not quarantine.exists()
+    assert len(list((cache.folder / "spool").glob("*"))) == 0
+
+
+def test_repairing_what_is_whole_changes_nothing(cache, tmp_path):
+    before = tree(tmp_path)
+    result = repair_cache(cache.folder)
+    assert result.is_good
+    assert result.mended == []
+    assert tree(tmp_path) == before
+
+
+def test_only_what_is_damaged_is_touched(cache):
+    flip(file_of(cache, 1), -1)
+    before = tree(cache.folder)
+    repair_cache(cache.folder)
+    changed = {name for name, state in tree(cache.folder).items() if before.get(name) != state}
+    assert not {name for name in changed if name.startswith(("records/000000/", "index/", "plan/", "recipe"))}
+    assert {name for name in changed if name.endswith(".chunk")} == {str(file_of(cache, 1).relative_to(cache.folder))}
+
+
+@pytest.mark.parametrize("what", ["chunk", "record"])
+def test_a_chunk_whose_source_changed_is_refused_and_nothing_of_it_is_changed(what, cache, tmp_path):
+    source = tmp_path / "a.jsonl"
+    flip(file_of(cache, 1) if what == "chunk" else record_path(cache.folder, 1), -3)
+    data = source.read_bytes()
+    for changed in (data.replace(b"the", b"teh"), data[: len(data) // 3], None):
+        source.unlink() if changed is None else source.write_bytes(changed)
+        before = tree(cache.folder)
+        result = repair_cache(cache.folder)
+        assert not result.is_good
+        assert "a.jsonl" in " ".join(result.refused)
+        after = tree(cache.folder)
+        assert {k: v for k, v in after.items() if not k.startswith("spool")} == before | {
+            k: v for k, v in after.items() if k == "spool" and k not in before
+        }
+    source.write_bytes(data)
+    assert repair_cache(cache.folder).is_good
+
+
+@pytest.mark.parametrize("what", ["chunk", "record"])
+def test_other_tokens_than_were_committed_are_refused(what, cache, monkeypatch):
+    from packhorse.cache import build as builder
+
+    flip(file_of(cache, 1) if what == "chunk" else record_path(cache.folder, 1), -3)
+
+    def tokenize_wrongly(*args, **kwargs):
+        for tokens in tokenize(*args, **kwargs):
+            tokens.ids[0] ^= 1
+            yield tokens
+
+    tokenize = builder.tokenize
+    monkeypatch.setattr(builder, "tokenize", tokenize_wrongly)
+    before = content(cache.folder) if what == "chunk" else tree(cache.folder)
+    result = repair_cache(cache.folder)
+    assert not result.is_good
+    assert "other tokens than were committed" in result.refused[0]
+    assert (
+        content(cache.folder) if what == "chunk" else {k: v for k, v in tree(cache.folder).items() if "spool" not in k}
+    ) == before
+    monkeypatch.undo()
+    assert repair_cache(cache.folder).is_good
+
+
+def test_a_record_can_be_proven_by_the_snapshot_alone(cache):
+    record_path(cache.folder, 2).unlink()
+    assert "the digest of the snapshot is what it was" in " ".join(repair_cache(cache.folder).mended)
+    record_path(cache.folder, 2).unlink()
+    shutil.rmtree(cache.folder / "index")
+    # Now nothing tells that there was a chunk: it is planned and not built.
+    assert read_record(cache.folder, 1)
+
+
+def test_an_old_record_of_another_codec_is_replaced_by_the_one_that_the_index_knows(cache, build, tmp_path):
+    other = build(str(tmp_path / "a.jsonl"), sequences_per_chunk=12, compression="none", name="other")
+    before, digest = content(cache.folder), cache.snapshot.digest
+    shutil.copy(record_path(other.folder, 1), record_path(cache.folder, 1))
+    assert {(f.kind, f.chunk) for f in check_cache(cache.folder).findings} == {("chunk", 1), ("index", 1)}
+    result = repair_cache(cache.folder)
+    assert result.is_good, result.lines()
+    assert Cache(cache.folder).snapshot.digest == digest
+    assert content(cache.folder) == before
+
+
+def test_two_swapped_chunks_are_both_built_again(cache):
+    before = content(cache.folder)
+    paths = [file_of(cache, 0), file_of(cache, 1)]
+    data = [path.read_bytes() for path in paths]
+    paths[0].write_bytes(data[1])
+    paths[1].write_bytes(data[0])
+    assert repair_cache(cache.folder).is_good
+    assert content(cache.folder) == before
+
+
+@pytest.mark.parametrize("name", ["recipe.json", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"])
+@pytest.mark.parametrize("damage", [break_at_the_beginning, os.unlink], ids=lambda f: f.__name__)
+def test_recipe_and_tokenizer_come_from_the_settings_if_they_are_the_same(name, damage, cache, settings):
+    before = content(cache.folder)
+    damage(cache.folder / name)
+    assert not repair_cache(cache.folder).is_good
+    assert "give --config" in " ".join(repair_cache(cache.folder).refused)
+    wrong = CacheSettings(source=settings.source, tokenizer=settings.tokenizer, sequence_length=64)
+    assert not repair_cache(cache.folder, wrong).is_good
+    assert repair_cache(cache.folder, settings).is_good
+    assert content(cache.folder) == before
+
+
+def test_a_recipe_of_another_cache_is_found_and_replaced(cache, build, settings, tmp_path):
+    other = build(str(tmp_path / "a.jsonl"), packing="concat", name="other")
+    before = content(cache.folder)
+    shutil.copy(other.folder / "recipe.json", cache.folder / "recipe.json")
+    (finding,) = check_cache(cache.folder, "quick").findings
+    assert "is that of another cache" in finding.problem
+    assert repair_cache(cache.folder, settings).is_good
+    assert content(cache.folder) == before
+
+
+def test_a_stream_is_read_again_and_its_spool_leaves_no_trace(build):
+    texts = make_texts(60, words=20)
+    cache = build(texts, sequences_per_chunk=12)
+    before = content(cache.folder)
+    flip(file_of(cache, 1), -1)
+    assert "no longer name that source" in " ".join(repair_cache(cache.folder).refused)
+    settings = CacheSettings(source=texts, tokenizer="x", sequence_length=32, eval_share=0.1)
+    assert repair_cache(cache.folder, settings).is_good
+    assert content(cache.folder) == before
+
+
+def test_many_damaged_chunks_are_built_by_workers(cache):
+    before = content(cache.folder)
+    shutil.rmtree(cache.folder / "chunks")
+    assert repair_cache(cache.folder).is_good
+    assert content(cache.folder) == before
+
+
+def test_repair_is_a_command_and_ends_with_status_1_when_something_stays_damaged(cache, tmp_path, capsys):
+    assert main(["cache", "repair", str(cache.folder)]) == 0
+    assert "Nothing is damaged" in capsys.readouterr().out
+    flip(file_of(cache, 1), -1)
+    assert main(["cache", "repair", str(cache.folder), "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert (value["damaged_before"], value["damaged"], value["refused"]) == ([1], {}, [])
+    flip(file_of(cache, 1), -1)
+    (tmp_path / "a.jsonl").unlink()
+    assert main(["cache", "repair", str(cache.folder)]) == 1
+    assert "Left as it is: chunk 1: The source file" in capsys.readouterr().out
