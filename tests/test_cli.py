@@ -313,7 +313,7 @@ def test_a_model_or_schedule_that_makes_no_sense_is_refused_before_the_cache_is_
         (["predict"], "needs trained weights"),
         (["test", "--ckpt_path", "nothing.ckpt"], "nothing.ckpt does not exist"),
         (["fit", "--ckpt_path", "nothing.ckpt"], "nothing.ckpt does not exist"),
-        (["fit", "--ckpt_path", "last", "--checkpoint.dirpath", "null"], "names no checkpoint"),
+        (["fit", "--ckpt_path", "last"], "last cannot be found"),
     ],
     ids=["validate", "predict", "no such file", "no such file in fit", "last"],
 )

@@ -1,17 +1,19 @@
 """Laws of the names of checkpoints."""
 
 import os
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from packhorse.errors import SettingsError
+from packhorse.errors import CheckpointCorruptError, SettingsError
 from packhorse.training.locate import resolve_checkpoint
 
 
 def make(path: Path, age: int) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"")
+    with zipfile.ZipFile(path, "w") as content:  # as far as this module looks, a checkpoint
+        content.writestr("data.pkl", b"weights")
     os.utime(path, (1_000_000 - age, 1_000_000 - age))
     return path
 
@@ -42,6 +44,7 @@ def test_a_file_is_itself_and_so_is_a_folder_of_shards(runs):
     for name in ("a/version_0/checkpoints/step=00000900.ckpt", "a/version_1/checkpoints/last.ckpt"):
         assert resolve_checkpoint(str(runs / name), runs) == runs / name
     shard = make(runs / "c/checkpoints/step=00000001.ckpt/shard.ckpt", age=-10)
+    (shard.parent / ".metadata").write_bytes(b"the index of the shards, written last")
     assert resolve_checkpoint(str(shard.parent), runs) == shard.parent
     assert resolve_checkpoint(str(runs / "c"), runs) == shard.parent
     assert resolve_checkpoint("latest", runs) != shard, "part of a checkpoint is none"
@@ -60,3 +63,12 @@ def test_what_does_not_exist_is_refused_with_what_could_be_meant(tmp_path, runs)
         resolve_checkpoint(str(runs / "d"), runs)
     with pytest.raises(SettingsError, match="holds no"):
         resolve_checkpoint("latest", tmp_path / "empty")
+
+
+def test_a_damaged_checkpoint_is_skipped_in_words(runs, capsys):
+    damaged = runs / "b/checkpoints/step=00000300.ckpt"
+    damaged.write_bytes(damaged.read_bytes()[:-30])
+    assert resolve_checkpoint("last", runs) == runs / "a/version_1/checkpoints/step=00000200.ckpt"
+    assert f"Skipped {damaged}" in capsys.readouterr().err
+    with pytest.raises(CheckpointCorruptError, match="All 1 checkpoints"):
+        resolve_checkpoint(str(runs / "b"), runs)

@@ -71,3 +71,15 @@ class CheckpointError(PackhorseError):
 
 class CheckpointCorruptError(CheckpointError):
     """A checkpoint is damaged: nothing of it was used."""
+
+
+class DeviceMemoryError(PackhorseError):
+    """The model, its optimizer and a micro-batch do not fit into the device."""
+
+
+class PortInUseError(PackhorseError):
+    """The port by which the processes of a training find each other is taken."""
+
+
+class RankError(PackhorseError):
+    """Another process of the training failed."""

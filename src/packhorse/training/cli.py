@@ -7,19 +7,23 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from jsonargparse import set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from packhorse.cache.data_settings import name_sources
 from packhorse.errors import PackhorseError, SettingsError
 from packhorse.training.checkpoints import BestCheckpoint, RecoveryCheckpoint
 from packhorse.training.datamodule import TokenDataModule
+from packhorse.training.failures import explained
+from packhorse.training.locate import find_checkpoint
 from packhorse.training.module import LanguageModule
 from packhorse.training.monitors import RunReport
+from packhorse.training.run_folder import claim_run_folder, runs_folder
+from packhorse.training.signals import Stopped, StopSignals
 
 COMMANDS = ("fit", "validate", "test", "predict")
 
@@ -51,7 +55,7 @@ class PackhorseCLI(LightningCLI):
             is_limited = config.trainer.max_steps > 0 or config.data.max_train_tokens is not None
             config.trainer.max_epochs = -1 if is_limited else 1
         if self.subcommand:
-            _check_checkpoint(self.subcommand, config)
+            _check_weights(self.subcommand, config)
 
     def instantiate_classes(self) -> None:
         """Make the objects; settings that they refuse are the user's to mend."""
@@ -62,9 +66,24 @@ class PackhorseCLI(LightningCLI):
         except ValueError as error:
             raise SettingsError(str(error)) from error
 
+    def before_fit(self) -> None:
+        """Give the run a folder of its own."""
+        if rank_zero_only.rank == 0 and not self.trainer.fast_dev_run:
+            claim_run_folder(self.trainer)
+
     def predict(self, **arguments) -> None:
         """Print each prompt with its continuation."""
         print("\n\n".join(self.trainer.predict(**arguments) or []))
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        with explained(self.trainer, self.datamodule.settings.micro_batch_size, self.model.gradient_checkpointing):
+            super()._run_subcommand(subcommand)
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        arguments = super()._prepare_subcommand_kwargs(subcommand)
+        if arguments.get("ckpt_path"):
+            arguments["ckpt_path"] = find_checkpoint(arguments["ckpt_path"], runs_folder(self.trainer))
+        return arguments
 
     def _parse_ckpt_path(self) -> None:
         # LightningCLI would let the checkpoint's hyper-parameters win over the command line, without a word.
@@ -91,6 +110,8 @@ def run_training_command(arguments: list[str]) -> int:
         return preview(make_cli(arguments[1:], run=False))
     try:
         make_cli(arguments, run=True)
+    except Stopped as stop:
+        return stop.code
     except SIGTERMException:  # a SystemExit that would look like success
         return 128 + signal.SIGTERM
     except SystemExit as stop:
@@ -117,28 +138,27 @@ def make_cli(arguments: list[str], run: bool) -> PackhorseCLI:
                 "gradient_clip_val": 1.0,
                 "use_distributed_sampler": False,
                 "enable_progress_bar": sys.stderr.isatty(),
-                "callbacks": [RunReport()],
+                "callbacks": [StopSignals(), RunReport()],
+                **_as_launched(),
             },
         )
 
 
-def _check_checkpoint(command: str, config: Any) -> None:
-    """Refuse what would measure random weights, or train from the beginning, without a word."""
-    path = config.ckpt_path
-    if path is None:
-        if command != "fit" and config.model.pretrained is None:
-            raise SettingsError(
-                f"`{command}` needs trained weights.\nGive `--ckpt_path FILE`, a checkpoint of a run, or set "
-                "`model.pretrained`."
-            )
-    elif path in ("last", "best"):
-        if path == "best" or not config.checkpoint.dirpath:
-            raise SettingsError(
-                f"`--ckpt_path {path}` names no checkpoint: every run has a folder of its own.\nGive the path of the "
-                "file, which the report of a run tells. (`last` needs `checkpoint.dirpath`, a folder that runs share.)"
-            )
-    elif path != "hpc" and "://" not in path and not Path(path).exists():
-        raise SettingsError(f"The checkpoint {path} does not exist.\nThe path is relative to {Path.cwd()}.")
+def _check_weights(command: str, config: Any) -> None:
+    """Refuse what would measure random weights without a word."""
+    if command != "fit" and config.ckpt_path is None and config.model.pretrained is None:
+        raise SettingsError(
+            f"`{command}` needs trained weights.\nGive `--ckpt_path FILE`, a checkpoint of a run, or set "
+            "`model.pretrained`."
+        )
+
+
+def _as_launched() -> dict[str, int]:
+    """Under torchrun, as many devices and nodes as it has started processes for."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return {}
+    here, everywhere = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
+    return {"devices": here, "num_nodes": everywhere // here}
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from packhorse.training.batches import derive
 from packhorse.training.caches import count_chunks, open_caches, pin_caches, snapshots_of, stage_starts
 from packhorse.training.mixture import RunOrder
 from packhorse.training.plan import RunPlan
+from packhorse.training.ranks import keep_failure, share_failure
 from packhorse.training.resume import Change, align_loops, continue_run
 from packhorse.training.sampler import Rows, TrainSampler
 from packhorse.training.state import RunState, begin_run, check_snapshot
@@ -61,6 +62,7 @@ class TokenDataModule(LightningDataModule):
         """The open cache; of several, the first."""
         return next(iter(self.caches.values()), None)
 
+    @keep_failure
     def prepare_data(self) -> None:
         """Bring the caches up to date with their sources."""
         self._started = time.monotonic()
@@ -71,6 +73,7 @@ class TokenDataModule(LightningDataModule):
         if self.was_built:
             say("\n".join(line for cache in caches for line in cache.summary.lines()))
 
+    @share_failure
     def setup(self, stage: str) -> None:
         """Open the caches. Opening a second time for another stage keeps what is open."""
         if not self.caches or (stage == "fit" and self.run is not None):

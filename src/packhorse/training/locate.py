@@ -6,12 +6,15 @@
     runs/mine/latest, runs/mine/last                     the same as runs/mine
     models/llama                                         a transformers folder (config.json and weights): itself
 
-The newest is the one that was written last. A sharded checkpoint is a folder `*.ckpt`, and a whole.
+The newest is the one that was written last and is sound: damaged ones are skipped, and that is said. A sharded
+checkpoint is a folder `*.ckpt`, and a whole.
 """
 
 from pathlib import Path
 
-from packhorse.errors import SettingsError
+from packhorse.cache.progress import say
+from packhorse.errors import CheckpointCorruptError, SettingsError
+from packhorse.training.checkpoint_file import is_sound
 
 NEWEST = ("latest", "last")
 """Names for the newest checkpoint of a folder."""
@@ -42,6 +45,31 @@ def resolve_checkpoint(name: str, runs: Path) -> Path:
     return path if is_transformers_folder(path) else _newest(path, name)
 
 
+def find_checkpoint(name: str, runs: Path) -> str | None:
+    """The checkpoint that a run goes on from; `auto` is `last`, or None when there is none yet.
+
+    Args:
+        name: As for `resolve_checkpoint`, `auto`, or an address with `://`, which is left as it is.
+        runs: The folder of this run and its earlier versions.
+    """
+    if "://" in name:
+        return name
+    if name == "auto":
+        try:
+            return str(_newest(runs, "last"))
+        except SettingsError:
+            say(f"There is no checkpoint in {runs} yet: the run begins at step 0.")
+            return None
+    path = resolve_checkpoint(name, runs)
+    if is_transformers_folder(path):
+        raise SettingsError(
+            f"{path} holds a model, but not the state of a run.\nTo begin a new run from it, set `model.pretrained`."
+        )
+    if name != str(path):
+        say(f"`{name}` is {path}.")
+    return str(path)
+
+
 def is_transformers_folder(path: Path) -> bool:
     """Whether `from_pretrained` would find a model here."""
     weights = (path.glob(pattern) for pattern in ("*.safetensors", "pytorch_model*.bin"))
@@ -49,11 +77,21 @@ def is_transformers_folder(path: Path) -> bool:
 
 
 def _newest(folder: Path, name: str) -> Path:
-    found = [path for path in folder.rglob("*.ckpt") if not any(part.suffix == ".ckpt" for part in path.parents)]
+    found = [path for path in folder.rglob("*.ckpt") if path.exists() and path.parent.suffix != ".ckpt"]
     if not found:
         raise SettingsError(
             f"The checkpoint {name} cannot be found: {folder.absolute()} holds no *.ckpt file, and no config.json with "
             "weights.\nGive a file, the folder of a run, `latest`, or a folder that `save_pretrained` wrote."
         )
     # `last.ckpt` is often a link to another of them: of two names for one file, the one that says what it is.
-    return max(found, key=lambda path: (path.stat().st_mtime_ns, not path.is_symlink(), path.name))
+    found.sort(key=lambda path: (path.stat().st_mtime_ns, not path.is_symlink(), path.name), reverse=True)
+    for path in found:
+        if _is_whole(path):
+            return path
+        say(f"Skipped {path}: it is damaged or cut short.")
+    raise CheckpointCorruptError(f"All {len(found)} checkpoints in {folder.absolute()} are damaged.")
+
+
+def _is_whole(path: Path) -> bool:
+    # The shards' own index is written last.
+    return (path / ".metadata").is_file() if path.is_dir() else is_sound(path)

@@ -15,6 +15,7 @@ from packhorse.cache.progress import say
 from packhorse.models import gate_values
 from packhorse.training.checkpoints import BestCheckpoint
 from packhorse.training.gate_budget import gate_budget
+from packhorse.training.signals import Stopped
 
 
 class RunReport(Callback):
@@ -104,7 +105,7 @@ class RunReport(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """When the user or the system stops a run: say how it goes on."""
-        if not trainer.training or not isinstance(exception, KeyboardInterrupt | SIGTERMException):
+        if not trainer.training or not isinstance(exception, KeyboardInterrupt | SIGTERMException | Stopped):
             return
         checkpoint = _last_checkpoint(trainer)
         if checkpoint is None:
