@@ -381,3 +381,10 @@ def test_a_list_of_names_is_a_list_of_sources_and_a_list_of_texts_is_not(tmp_pat
     assert isinstance(open_sources(["Is it?", "x*y [1] and so on"])[0], Stream)
     with pytest.raises(SourceError, match="does not exist"):
         open_sources([path, "./typo"])
+
+
+def test_a_source_by_class_path_refuses_keys_that_nobody_would_read():
+    """`--data.source.init_args.megabytes=1` on the command line leaves such a key behind."""
+    spec = {"class_path": "packhorse.corpus.sample.SampleCorpus", "init_args.megabytes": 1}
+    with pytest.raises(SourceError, match=r"has no init_args\.megabytes"):
+        open_sources(spec)

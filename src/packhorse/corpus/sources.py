@@ -172,6 +172,12 @@ def check_sources(sources: list[Source]) -> None:
 
 
 def _from_class(spec: dict[str, Any], reading: Reading) -> Source:
+    if unknown := set(spec) - {"class_path", "init_args"}:
+        # As a dotted option of the command line would leave behind, and nobody would read.
+        raise SourceError(
+            f"A source with a class_path has no {', '.join(sorted(map(str, unknown)))}, only init_args and "
+            "text_column.\nOn the command line the parts of a source cannot be set: write them in the YAML."
+        )
     module, _, name = str(spec["class_path"]).rpartition(".")
     arguments = spec.get("init_args") or {}
     key = json.dumps({"class_path": spec["class_path"], "init_args": arguments}, sort_keys=True, default=str)
