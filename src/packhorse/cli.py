@@ -8,6 +8,7 @@ import os
 import sys
 
 TRAINING_COMMANDS = ("fit", "validate", "test", "predict", "preview")
+EVALUATION_COMMANDS = ("passkey", "generate", "benchmark")
 
 HELP = """Packhorse: raw text to a trained long-context language model in one command.
 
@@ -16,6 +17,8 @@ HELP = """Packhorse: raw text to a trained long-context language model in one co
     python main.py test     --config ... --ckpt_path ...         the same on all evaluation text
     python main.py predict  --config ... --ckpt_path ...         continue the prompts of the configuration
     python main.py preview  --config ...                         what would happen; writes nothing
+    python main.py passkey  --ckpt_path ... --lengths 4096 32768 a key hidden far back: how often it is found
+    python main.py generate --ckpt_path ... "Once upon a time"   continue prompts
     python main.py cache build    --config ...                   build the cache, or bring it up to date
     python main.py cache status   --config ...                   what is built, and what is missing
     python main.py cache validate --config ...                   say exactly what is damaged
@@ -47,6 +50,10 @@ def main(arguments: list[str] | None = None) -> int:
             from packhorse.cache.commands import run_cache_command
 
             return run_cache_command(arguments[1:])
+        if arguments[0] in EVALUATION_COMMANDS:
+            from packhorse.training.evaluate import run_evaluation_command
+
+            return run_evaluation_command(arguments)
         if not arguments[0].startswith("-") and arguments[0] not in TRAINING_COMMANDS:
             print(f"There is no command {arguments[0]!r}.\n\n{HELP}", file=sys.stderr)
             return 2

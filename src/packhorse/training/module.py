@@ -307,11 +307,14 @@ class LanguageModule(LightningModule):
         return data.decode(out[0, ids.shape[1] :].tolist())
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the model's configuration, so that a checkpoint can be opened without the YAML."""
+        """Keep the model's configuration and tokenizer, so that a checkpoint can be opened without YAML and cache."""
         assert self.model is not None
         checkpoint["packhorse"] = {"config": self.model.config.to_dict()}
         if self.schedule is not None:
             checkpoint["packhorse"]["schedule"] = self.schedule.to_dict()
+        if (cache := getattr(self.trainer.datamodule, "cache", None)) is not None:
+            files = sorted(cache.tokenizer_folder.iterdir())
+            checkpoint["packhorse"]["tokenizer"] = {file.name: file.read_bytes() for file in files if file.is_file()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Make the model of the checkpoint, if there is none yet."""
