@@ -20,7 +20,7 @@ HELP = """Packhorse: raw text to a trained long-context language model in one co
     python main.py passkey  --ckpt_path ... --lengths 4096 32768 a key hidden far back: how often it is found
     python main.py generate --ckpt_path ... "Once upon a time"   continue prompts
     python main.py cache build    --config ...                   build the cache, or bring it up to date
-    python main.py cache status   --config ...                   what is built, and what is missing
+    python main.py cache status   --config ...                   what is built, what is missing, and who is building
     python main.py cache validate --config ...                   say exactly what is damaged
     python main.py cache repair   --config ...                   build that again, and prove it equal
 

@@ -35,6 +35,9 @@ WAIT_SECONDS = 0.5
 GROWTH_SECONDS = 5.0
 """A snapshot is published at most this often while a build goes on."""
 
+TELL_SECONDS = 2.0
+"""So often a builder tells others how it goes."""
+
 
 class Building:
     """One run of a builder.
@@ -77,7 +80,7 @@ class Building:
         self._waiting: dict[int, int] = {}  # file number -> unfinished chunks that still need it
         self._elsewhere: list[int] = []  # chunks that other builders have in hand
         self._found: list[int] = []  # chunks that others have built
-        self._extend_at = 0.0
+        self._extend_at = self._tell_at = 0.0
 
     def run(self) -> Integrity:
         """Build what is missing of the selection.
@@ -152,6 +155,12 @@ class Building:
             self._release(record)
             self._show_growth(record)
 
+        def on_progress(*done: int) -> None:
+            self.progress.add(*done)
+            if time.monotonic() > self._tell_at:
+                self.claims.tell(self.progress.values())
+                self._tell_at = time.monotonic() + TELL_SECONDS
+
         with self.progress.shown():
             workers.run(
                 itertools.chain(first, jobs),
@@ -159,7 +168,7 @@ class Building:
                 self._engine(),
                 self.settings.compression,
                 self.settings.validation,
-                self.progress.add,
+                on_progress,
                 on_record,
                 self.tell,
             )

@@ -41,7 +41,7 @@ class LiveBuilder:
     chunks: list[int] = field(default_factory=list)
     """Those that it has in hand."""
     tells: dict[str, Any] = field(default_factory=dict)
-    """What it says about itself: host, pid, rates."""
+    """What it says about itself: host, pid, started, chunks, and rates per second."""
 
 
 class Claims:
@@ -99,7 +99,8 @@ class Claims:
     def tell(self, values: dict[str, Any]) -> None:
         """Let others know how it goes."""
         if self._lease is not None:
-            store.note(self._note, json.dumps({**self._identity, **values}).encode(), over=True)
+            with suppress(CacheError, OSError):
+                store.note(self._note, json.dumps({**self._identity, **values}).encode(), over=True)
 
     def owner(self, chunk: int) -> str:
         """The name of the builder that claims a chunk, "" for none."""
@@ -194,8 +195,13 @@ def _acquire(lease) -> bool:
 
 
 def _read(name: str, root: Path) -> dict[str, Any]:
+    """What a builder tells about itself; zeros where that is nothing, or makes no sense."""
     try:
         value = json.loads((root / f"{name}.json").read_bytes()[:10_000])
     except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        value = {}
+    value = value if isinstance(value, dict) else {}
+    numbers = ("pid", "started", "chunks", "documents_per_second", "tokens_per_second", "bytes_per_second")
+    read = {name: value.get(name) for name in numbers}
+    kept = {name: item if type(item) in (int, float) and 0 <= item < 2**53 else 0 for name, item in read.items()}
+    return {"host": str(value.get("host", name))[:100], **kept}

@@ -79,6 +79,12 @@ class BuildProgress:
             self._last_line = time.monotonic()
             say(f"building the cache: {self}")
 
+    def values(self) -> dict[str, float]:
+        """For others: see `claims.Claims.tell`."""
+        counts = {"documents": self.documents, "tokens": self.tokens, "bytes": self.text_bytes}
+        rates = {f"{name}_per_second": round(count / self.seconds, 1) for name, count in counts.items()}
+        return {"chunks": self.chunks_done, **rates}
+
     def rates(self) -> str:
         """Per second, since the first job."""
         seconds = self.seconds

@@ -23,7 +23,8 @@ from packhorse.errors import PackhorseError, SettingsError
 
 VERBS = {
     "build": "build the cache, or bring it up to date with its sources",
-    "status": "tell what is planned and what is built",
+    "status": "tell what is planned, what is built, and who is building",
+    "grow": "extend the plan by what the settings name newly, and build that",
     "estimate": "tell what a cache will take: tokens, sequences, chunks, bytes, time",
     "validate": "say exactly what is damaged, from sizes, hashes or contents; changes nothing",
     "repair": "build what is damaged again from its source, and prove it equal",

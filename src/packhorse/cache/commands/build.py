@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from packhorse.cache.commands.outcome import Outcome, describe
+from packhorse.cache.commands.outcome import Outcome, compression_line, describe
 from packhorse.cache.selection import Selection
 from packhorse.cache.settings import CacheSettings
 from packhorse.cache.update import build_selection
@@ -56,10 +56,11 @@ def build(
     if force and selection != Selection():
         raise SettingsError("`--force` builds everything anew: it goes with no choice of chunks.")
     cache, integrity = build_selection(settings, selection, start_over=force)
+    lines = [f"{cache.folder}", *cache.summary.lines(), compression_line(cache), integrity.line()]
     values = {
         **describe(cache),
         "planned": integrity.states.planned,
         "built": integrity.built,
         "missing": integrity.states.unfinished,
     }
-    return Outcome(lines=[f"{cache.folder}", *cache.summary.lines(), integrity.line()], values=values)
+    return Outcome(lines=lines, values=values)

@@ -3,8 +3,11 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+
 from packhorse.cache.cache import Cache
 from packhorse.cache.selection import ranges as ranges
+from packhorse.corpus.tokens import narrowest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,4 +32,19 @@ def describe(cache: Cache) -> dict[str, Any]:
         **asdict(summary),
         "utilisation": summary.utilisation,
         "bytes_per_token": summary.bytes_per_token,
+        "compression": compression(cache),
     }
+
+
+def compression(cache: Cache) -> dict[str, float]:
+    """How many times smaller the chunks are than plain arrays of the same sequences, padding included."""
+    summary = cache.summary
+    kinds = (np.dtype(np.int64), np.dtype(narrowest(cache.vocab_size)))
+    return {kind.name: round(kind.itemsize * summary.slots / max(summary.file_bytes, 1), 3) for kind in kinds}
+
+
+def compression_line(cache: Cache) -> str:
+    """The same for people."""
+    return "on disk " + ", ".join(
+        f"{ratio:.2f} times smaller than {kind}" for kind, ratio in compression(cache).items()
+    )

@@ -1,0 +1,129 @@
+"""Laws of status and grow: they tell what is true of every chunk, and growing says what is new."""
+
+import dataclasses
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import make_texts, payloads, write_jsonl
+from packhorse.cache import CacheSettings, building, open_cache, store, update_cache
+from packhorse.cache.claims import Claims
+from packhorse.cache.commands.grow import grow
+from packhorse.cache.commands.status import status
+from packhorse.cache.record import chunk_path, read_record, record_path
+from packhorse.cache.selection import Selection
+from packhorse.cache.update import build_selection
+from packhorse.cli import main
+from packhorse.errors import CacheIncompleteError
+
+
+@pytest.fixture
+def settings(tmp_path, gpt2_like):
+    (tmp_path / "texts").mkdir()
+    write_jsonl(tmp_path / "texts/a.jsonl", make_texts(160, seed=4, words=20))
+    return CacheSettings(
+        source=str(tmp_path / "texts"),
+        tokenizer=str(gpt2_like),
+        cache_dir=str(tmp_path / "cache"),
+        name="status",
+        sequence_length=32,
+        sequences_per_chunk=20,
+        engine="hf",
+        workers=0,
+    )
+
+
+def test_status_tells_the_state_of_every_chunk(settings):
+    cache = update_cache(settings, quiet=True)
+    folder, planned = cache.folder, cache.snapshot.num_chunks
+    path = {chunk: chunk_path(folder, chunk, read_record(folder, chunk).file_sha256) for chunk in range(planned)}
+    path[1].unlink()
+    path[2].write_bytes(path[2].read_bytes() + b"x")
+    record_path(folder, planned - 1).unlink()
+    with Claims(folder) as other:
+        assert other.take(planned - 1)
+        other.tell({"chunks": 7, "bytes_per_second": 2e6, "tokens_per_second": 5e5})
+        outcome = status(folder)
+    values = outcome.values
+    assert (values["lost"], values["damaged"], values["claimed"]) == ([1], [2], [planned - 1])
+    assert values["missing"] == [1, 2, planned - 1]
+    (builder,) = values["builders"]
+    assert builder["chunks"] == [planned - 1]
+    assert builder["heartbeat_seconds"] < 60
+    text = "\n".join(outcome.lines)
+    assert f"{planned - 3} of {planned} planned chunks are there" in text
+    assert "7 chunks done, 0.50 M tokens/s, 2.0 MB/s" in text
+    assert "left at 2.0 MB of text per second" in text
+    assert "times smaller than int64" in text
+    assert "times smaller than uint16" in text
+    update_cache(settings, quiet=True)
+    outcome = status(settings)
+    assert outcome.values["missing"] == outcome.values["builders"] == []
+    assert f"All {planned} planned chunks are there." in outcome.lines
+
+
+def test_status_without_builders_says_what_the_rest_takes(settings):
+    build_selection(settings, Selection(end_chunk=1), quiet=True)
+    assert any("nobody is building; one core takes about" in line for line in status(settings).lines)
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"\xff", b'{"pid": "x", "bytes_per_second": 1e999, "host": [1]}'])
+def test_status_survives_what_a_builder_tells(content, settings):
+    folder = build_selection(settings, Selection(end_chunk=1), quiet=True)[0].folder
+    with Claims(folder) as other:
+        other.take(3)
+        (folder / "claims" / f"{other.name}.json").write_bytes(content)
+        assert len(status(folder).values["builders"]) == 1
+
+
+def test_watch_looks_until_everything_is_built(settings, capsys):
+    folder = build_selection(settings, Selection(end_chunk=1), quiet=True)[0].folder
+
+    def finish():
+        time.sleep(0.5)
+        update_cache(settings, quiet=True)
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    assert main(["cache", "status", str(folder), "--watch", "0.1", "--json"]) == 0
+    thread.join()
+    said = capsys.readouterr()
+    assert json.loads(said.out)["missing"] == []
+    assert said.err.count("planned chunks are there") >= 2
+
+
+def test_builders_tell_their_rate_while_they_build(settings, monkeypatch):
+    monkeypatch.setattr(building, "TELL_SECONDS", 0.0)
+    seen = []
+    plain = store.publish
+
+    def look(path, data):
+        if "records" in path.parts:
+            seen.extend(Claims(path.parents[2]).builders())
+        return plain(path, data)
+
+    monkeypatch.setattr(store, "publish", look)
+    update_cache(settings, quiet=True)
+    assert 0 in seen[0].chunks
+    assert seen[-1].tells["bytes_per_second"] > 0
+    assert seen[-1].tells["pid"] > 0
+
+
+def test_grow_says_what_is_new_and_leaves_what_was_there(settings):
+    with pytest.raises(CacheIncompleteError, match="build one first"):
+        grow(settings)
+    before = payloads(update_cache(settings, quiet=True))
+    assert any("nothing new" in line for line in grow(settings).lines)
+    write_jsonl(Path(settings.source) / "b.jsonl", make_texts(60, seed=9, words=20))
+    outcome = grow(settings)
+    assert outcome.values["new_files"] == [str(Path(settings.source) / "b.jsonl")]
+    new = outcome.values["new_chunks"]
+    assert new[0] == len(before)
+    assert f"new: {len(new)} chunks ({new[0]}-{new[-1]}) from 1 new files (b.jsonl)" in outcome.lines[1]
+    assert payloads(open_cache(settings))[: len(before)] == before
+    write_jsonl(Path(settings.source) / "b.jsonl", make_texts(60, seed=10, words=20), "a")
+    assert outcome.values["new_chunks"]
+    assert grow(dataclasses.replace(settings)).values["new_chunks"]
