@@ -1,5 +1,6 @@
 """Laws of the command line: exit statuses, messages, and what is not written."""
 
+import csv
 import json
 import signal
 import subprocess
@@ -10,10 +11,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from packhorse.cache import store
 from packhorse.cache.commands import VERBS
 from packhorse.cli import main
+from packhorse.training import LanguageModule
 
 ROOT = Path(__file__).parents[1]
 
@@ -349,6 +352,76 @@ def test_a_stopped_training_ends_with_its_own_status_and_says_how_it_goes_on(con
         _, err = run.communicate(timeout=60)
     assert run.returncode == status
     assert "To go on from the last checkpoint" in err
+
+
+def metrics(folder: Path) -> dict[str, list[str]]:
+    with folder.joinpath("metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return {name: [row[name] for row in rows if row[name]] for name in rows[0]}
+
+
+def csv_logger(tmp_path) -> list[str]:
+    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(tmp_path / "logs")}}
+    return [f"--trainer.logger={json.dumps(logger)}", "--trainer.log_every_n_steps=1", "--checkpoint.dirpath=null"]
+
+
+def test_a_run_goes_on_by_name_with_what_the_command_line_says_now(config, tmp_path, capsys):
+    logged = csv_logger(tmp_path)
+    assert main(["fit", "--config", str(config), *logged]) == 0
+    runs = tmp_path / "logs" / "lightning_logs"
+    # Its saved configuration, and others over it.
+    (tmp_path / "more.yaml").write_text("trainer:\n  max_steps: 4\n")
+    again = ["--config", str(runs / "version_0/config.yaml"), "--config", str(tmp_path / "more.yaml")]
+    constant = "--model.schedule={shape: constant, warmup_steps: 0}"
+    optimizer = "--model.optimizer.init_args.lr=0.0625"
+    capsys.readouterr()
+    assert main(["fit", *again, constant, optimizer, "--trainer.max_steps=5", "--ckpt_path=last"]) == 0
+    said = capsys.readouterr().err
+    assert f"`last` is {runs / 'version_0/checkpoints/step=00000003.ckpt'}" in said
+    values = metrics(runs / "version_1")
+    assert [float(rate) for rate in values["lr/matrices"]] == [0.0625, 0.0625]
+    assert values["step"][-1] == "5", "three steps, and two more"
+    assert values["run/ended"] == ["1"]
+    for name in ("train/loss", "train/perplexity", "tokens_per_second", "run/epoch", "run/steps", "cache/padding"):
+        assert values[name], name
+    # The same again: there is nothing left to do, and that is said.
+    assert main(["fit", *again, constant, optimizer, "--trainer.max_steps=5", "--ckpt_path=last"]) == 0
+    assert "Nothing was trained: the run is in step 5 of 5" in capsys.readouterr().err
+
+
+def test_auto_begins_a_run_where_there_is_none(config, tmp_path, capsys):
+    arguments = ["fit", "--config", str(config), *csv_logger(tmp_path), "--ckpt_path=auto"]
+    assert main([*arguments, "--trainer.max_steps=1"]) == 0
+    assert "begins at step 0" in capsys.readouterr().err
+    assert main([*arguments, "--trainer.max_steps=2"]) == 0
+    assert "Nothing was trained" not in capsys.readouterr().err
+    assert (tmp_path / "logs/lightning_logs/version_1/checkpoints/step=00000002.ckpt").exists()
+
+
+def test_memory_that_is_full_is_explained_with_what_helps(config, monkeypatch, capsys):
+    def full(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr(LanguageModule, "training_step", full)
+    assert main(["fit", "--config", str(config), "--trainer.accumulate_grad_batches=3"]) == 2
+    said = capsys.readouterr().err
+    assert "DeviceMemoryError: The device is out of memory in step 0: CUDA out of memory. Tried" in said
+    assert "--data.micro_batch_size 1 --trainer.accumulate_grad_batches 6" in said
+    for way in ("--model.gradient_checkpointing true", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"):
+        assert way in said
+    assert "Traceback" not in said
+
+
+def test_a_configuration_is_printed_and_fit_explains_its_settings(config, capsys):
+    for arguments, words in (
+        (["--print_config"], ["sequence_length: 32", "every_n_train_steps: 500"]),
+        (["--help"], ["Tokens per sequence", "--checkpoint.every_n_train_steps", "Compute activations twice"]),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(["fit", "--config", str(config), *arguments])
+        assert stop.value.code == 0
+        said = capsys.readouterr().out
+        assert all(word in said for word in words)
 
 
 def test_a_command_that_is_not_there_is_refused_with_all_that_are(capsys):

@@ -19,6 +19,7 @@ HELP = """Packhorse: raw text to a trained long-context language model in one co
     python main.py preview  --config ...                         what would happen; writes nothing
     python main.py passkey  --ckpt_path ... --lengths 4096 32768 a key hidden far back: how often it is found
     python main.py generate --ckpt_path ... "Once upon a time"   continue prompts
+    python main.py health   runs/quickstart                      is a run well: from its logs and checkpoints
     python main.py cache build    --config ...                   build the cache, or bring it up to date
     python main.py cache status   --config ...                   what is built, what is missing, and who is building
     python main.py cache validate --config ...                   say exactly what is damaged
@@ -54,6 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
             from packhorse.training.evaluate import run_evaluation_command
 
             return run_evaluation_command(arguments)
+        if arguments[0] == "health":
+            from packhorse.training.health import run_health_command
+
+            return run_health_command(arguments[1:])
         if not arguments[0].startswith("-") and arguments[0] not in TRAINING_COMMANDS:
             print(f"There is no command {arguments[0]!r}.\n\n{HELP}", file=sys.stderr)
             return 2

@@ -9,9 +9,11 @@ _PUBLIC = {
     "BestCheckpoint": "packhorse.training.checkpoints",
     "LanguageModule": "packhorse.training.module",
     "RecoveryCheckpoint": "packhorse.training.checkpoints",
+    "RunLog": "packhorse.training.run_log",
     "RunPlan": "packhorse.training.plan",
     "RunReport": "packhorse.training.monitors",
     "ScheduleSettings": "packhorse.training.schedule",
+    "StopSignals": "packhorse.training.signals",
     "TokenDataModule": "packhorse.training.datamodule",
 }
 

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from jsonargparse import set_parsing_settings
+from lightning import Callback, Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -22,7 +24,9 @@ from packhorse.training.failures import explained
 from packhorse.training.locate import find_checkpoint
 from packhorse.training.module import LanguageModule
 from packhorse.training.monitors import RunReport
+from packhorse.training.progress_bar import RunProgressBar
 from packhorse.training.run_folder import claim_run_folder, runs_folder
+from packhorse.training.run_log import RunLog
 from packhorse.training.signals import Stopped, StopSignals
 
 COMMANDS = ("fit", "validate", "test", "predict")
@@ -74,6 +78,13 @@ class PackhorseCLI(LightningCLI):
     def predict(self, **arguments) -> None:
         """Print each prompt with its continuation."""
         print("\n\n".join(self.trainer.predict(**arguments) or []))
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        own = config.get("callbacks") or []
+        own = own if isinstance(own, list) else [own]
+        if config.get("enable_progress_bar") and not any(isinstance(callback, ProgressBar) for callback in own):
+            callbacks = [*callbacks, RunProgressBar()]
+        return super()._instantiate_trainer(config, callbacks)
 
     def _run_subcommand(self, subcommand: str) -> None:
         with explained(self.trainer, self.datamodule.settings.micro_batch_size, self.model.gradient_checkpointing):
@@ -138,7 +149,7 @@ def make_cli(arguments: list[str], run: bool) -> PackhorseCLI:
                 "gradient_clip_val": 1.0,
                 "use_distributed_sampler": False,
                 "enable_progress_bar": sys.stderr.isatty(),
-                "callbacks": [StopSignals(), RunReport()],
+                "callbacks": [StopSignals(), RunLog(), RunReport()],
                 **_as_launched(),
             },
         )

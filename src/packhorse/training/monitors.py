@@ -15,7 +15,12 @@ from packhorse.cache.progress import say
 from packhorse.models import gate_values
 from packhorse.training.checkpoints import BestCheckpoint
 from packhorse.training.gate_budget import gate_budget
+from packhorse.training.run_log import find_log
 from packhorse.training.signals import Stopped
+from packhorse.training.speed import duration
+
+MEASURED_STEPS = 20
+"""After so many steps the time that is left is told as measured, where the plan could only expect."""
 
 
 class RunReport(Callback):
@@ -49,16 +54,12 @@ class RunReport(Callback):
         self._first_loss = loss if self._first_loss is None else self._first_loss
         self._recent.append(loss)
         if trainer.global_step % trainer.log_every_n_steps == 0:
-            self._log(trainer, pl_module)
-        if trainer.progress_bar_callback is None and time.monotonic() - self._last_line >= self.every_seconds:
+            self._log(pl_module)
+        done = trainer.global_step - self._first_step
+        now = trainer.progress_bar_callback is None and time.monotonic() - self._last_line >= self.every_seconds
+        if now or done == MEASURED_STEPS:
             self._last_line = time.monotonic()
-            steps, total = trainer.global_step, trainer.datamodule.plan.steps
-            done = max(steps - self._first_step, 1)
-            left = (total - steps) * (time.monotonic() - self._start) / done
-            say_once(
-                f"step {steps:,}/{total:,}, loss {self._mean_loss():.3f}, {self._rate(trainer):,.0f} tokens/s, "
-                f"{left:,.0f} s left"
-            )
+            say_once(self._progress(trainer))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the report, when the last checkpoint is written."""
@@ -116,11 +117,18 @@ class RunReport(Callback):
                 f"  {self.command} fit --config {_config_of(trainer)} --ckpt_path {checkpoint}"
             )
 
-    def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _log(self, pl_module: LightningModule) -> None:
         gates = gate_values(pl_module.model)
-        rates = {f"lr/{group['name']}": group["lr"] for group in trainer.optimizers[0].param_groups}
-        values = {"gates/mean": gates.mean(), "gates/min": gates.min(), "gates/max": gates.max(), **rates}
-        pl_module.log_dict({"tokens_per_second": self._rate(trainer), **values}, on_step=True, on_epoch=False)
+        values = {"gates/mean": gates.mean(), "gates/min": gates.min(), "gates/max": gates.max()}
+        pl_module.log_dict(values, on_step=True, on_epoch=False)
+
+    def _progress(self, trainer: Trainer) -> str:
+        plan, log = trainer.datamodule.plan, find_log(trainer)
+        line = f"step {trainer.global_step:,}/{plan.steps:,}, loss {self._mean_loss():.3f}"
+        left = None if log is None else log.speed.seconds_left(plan.steps)
+        if left is None:
+            return line
+        return f"{line}, {log.tokens_per_second(trainer):,.0f} tokens/s, {duration(left)} left"
 
     def _rate(self, trainer: Trainer) -> float:
         plan = trainer.datamodule.plan
@@ -144,7 +152,7 @@ def plan_lines(trainer: Trainer, module: LightningModule, plan, data, seconds: f
     expected = "known after the first steps"
     if seconds is not None:
         left = plan.steps - trainer.global_step
-        expected = f"about {_duration(seconds * left * trainer.accumulate_grad_batches)}, without validation"
+        expected = f"about {duration(seconds * left * trainer.accumulate_grad_batches)}, without validation"
     attention = module.infini_attention
     return [
         f"  cache       {data.cache.folder}, {'just built' if data.was_built else 'found'}; "
@@ -207,14 +215,6 @@ def _rehearse(trainer: Trainer, module: LightningModule) -> tuple[float | None, 
                 torch.cuda.synchronize()
             seconds.append(time.monotonic() - start)
     return min(seconds), sum(size for pointer, size in saved.items() if pointer not in weights)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5_400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
 
 
 def _last_checkpoint(trainer: Trainer) -> str | None:
