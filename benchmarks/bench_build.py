@@ -36,7 +36,7 @@ import pyarrow.parquet as pq
 from report import median, print_header, print_result
 from varied_text import vary
 
-from packhorse.cache import CacheSettings, CacheSummary, update, update_cache
+from packhorse.cache import CacheSettings, CacheSummary, staff, update_cache
 from packhorse.corpus.documents import Skipped, file_length, read_documents
 from packhorse.corpus.sample import SampleCorpus
 from packhorse.corpus.sources import Files, open_sources
@@ -196,21 +196,21 @@ def time_steady_build(options: argparse.Namespace, source: Path, folder: Path) -
     )
     arrivals: list[tuple[float, int]] = []
 
-    class TimedWorkers(update.Workers):
+    class TimedWorkers(staff.Workers):
         def run(self, *arguments) -> None:
             *before, on_record, tell = arguments
 
-            def note(record) -> None:
+            def note(record, seconds) -> None:
                 arrivals.append((time.perf_counter(), record.text_bytes))
-                on_record(record)
+                on_record(record, seconds)
 
             super().run(*before, note, tell)
 
-    plain, update.Workers = update.Workers, TimedWorkers
+    plain, staff.Workers = staff.Workers, TimedWorkers
     try:
         cache = update_cache(settings, quiet=True)
     finally:
-        update.Workers = plain
+        staff.Workers = plain
     # The clock starts when the first chunk is committed. The first chunk of every worker is not counted, though some
     # of them are still being built then: that is to our disadvantage.
     timed = arrivals[options.workers :]

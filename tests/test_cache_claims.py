@@ -154,7 +154,7 @@ def test_a_builder_that_fails_frees_what_it_had_in_hand(settings, begun, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Builder, "build", fail)
+        patch.setattr(Builder, "make", fail)
         with pytest.raises(KeyboardInterrupt):
             go_on(settings)
     assert list((begun / "claims").iterdir()) == []

@@ -15,6 +15,7 @@ import numpy as np
 
 import packhorse
 from packhorse.cache.chunk import ChunkContent, Encoded, encode_chunk
+from packhorse.cache.phases import PhaseClock
 from packhorse.cache.plan import Range
 from packhorse.cache.progress import say
 from packhorse.cache.recipe import Recipe, read_identity, tokenizer_json
@@ -57,43 +58,49 @@ class Built:
     text_bytes: int
 
 
-def build_chunk(recipe: Recipe, job: Job, engine: Engine, compression: str, progress: Progress | None = None) -> Built:
+def build_chunk(
+    recipe: Recipe,
+    job: Job,
+    engine: Engine,
+    compression: str,
+    progress: Progress | None = None,
+    clock: PhaseClock | None = None,
+) -> Built:
     """Build one chunk: its payload depends on the recipe and the job's documents alone.
 
     Raises:
         SourceError: a source cannot be read.
         EngineMismatch: the engine differs from the reference.
     """
-    skipped = Skipped()
-    parts = list(
-        _counted(
-            tokenize(
-                read_ranges(((job.files[n], start, stop) for n, start, stop in job.ranges), skipped, job.dropped),
-                engine,
-                skipped,
-                bos_id=recipe.bos_id,
-                eos_id=recipe.eos_id,
-                eval_share=recipe.eval_share,
-                vocab_size=recipe.vocab_size,
-            ),
-            progress,
+    skipped, clock = Skipped(), clock or PhaseClock()
+    ranges = ((job.files[n], start, stop) for n, start, stop in job.ranges)
+    tokens = tokenize(
+        clock.each("read", read_ranges(ranges, skipped, job.dropped)),
+        engine,
+        skipped,
+        bos_id=recipe.bos_id,
+        eos_id=recipe.eos_id,
+        eval_share=recipe.eval_share,
+        vocab_size=recipe.vocab_size,
+    )
+    parts = list(_counted(clock.each("tokenize", tokens), progress))
+    with clock.phase("pack"):
+        lengths = _join([np.diff(part.ends, prepend=0) for part in parts], np.int64)
+        ids = _join([part.ids for part in parts], narrowest(recipe.vocab_size))
+        rows = _join([part.rows for part in parts], np.int64)
+        is_eval = _join([part.is_eval for part in parts], bool)
+        starts = np.cumsum(lengths) - lengths
+        kept = np.minimum(lengths, recipe.sequence_length) if recipe.long_documents == "truncate" else lengths
+        train, train_cut = _pack_side(recipe, ids, starts, kept, ~is_eval)
+        evaluation, eval_cut = _pack_side(recipe, ids, starts, kept, is_eval)
+    with clock.phase("compress"):
+        encoded = encode_chunk(
+            ChunkContent(train=train, eval=evaluation, document_rows=rows, document_sides=is_eval),
+            job.chunk,
+            recipe.digest,
+            recipe.vocab_size,
+            compression,
         )
-    )
-    lengths = _join([np.diff(part.ends, prepend=0) for part in parts], np.int64)
-    ids = _join([part.ids for part in parts], narrowest(recipe.vocab_size))
-    rows = _join([part.rows for part in parts], np.int64)
-    is_eval = _join([part.is_eval for part in parts], bool)
-    starts = np.cumsum(lengths) - lengths
-    kept = np.minimum(lengths, recipe.sequence_length) if recipe.long_documents == "truncate" else lengths
-    train, train_cut = _pack_side(recipe, ids, starts, kept, ~is_eval)
-    evaluation, eval_cut = _pack_side(recipe, ids, starts, kept, is_eval)
-    encoded = encode_chunk(
-        ChunkContent(train=train, eval=evaluation, document_rows=rows, document_sides=is_eval),
-        job.chunk,
-        recipe.digest,
-        recipe.vocab_size,
-        compression,
-    )
     return Built(
         encoded=encoded,
         train=train,
@@ -145,17 +152,21 @@ class Builder:
         Returns:
             The record that counts (see `record.commit`).
         """
-        return self.make(job, progress)()
+        return self.make(job, progress)()[0]
 
-    def make(self, job: Job, progress: Progress | None = None) -> Callable[[], Record]:
-        """Build a chunk; calling what is returned commits it, while the next one may already be built."""
-        start = time.monotonic()
+    def make(self, job: Job, progress: Progress | None = None) -> Callable[[], tuple[Record, dict[str, float]]]:
+        """Build a chunk; calling what is returned commits it, while the next one may already be built.
+
+        Returns:
+            What commits the chunk, and gives the record that counts and the seconds by phase.
+        """
+        start, clock = time.monotonic(), PhaseClock()
         try:
-            built = build_chunk(self.recipe, job, self.engine, self.compression, progress)
+            built = build_chunk(self.recipe, job, self.engine, self.compression, progress, clock)
         except SourceError:
             # Another builder that was faster may have removed the spool.
             if record_path(self.folder, job.chunk).exists():
-                return lambda: read_record(self.folder, job.chunk)
+                return lambda: (read_record(self.folder, job.chunk), clock.seconds)
             raise
         pieces = len(built.train.piece_lengths) + len(built.eval.piece_lengths)
         record = Record(
@@ -189,13 +200,19 @@ class Builder:
             rows_filtered=built.skipped.filtered,
             rows_duplicate=built.skipped.duplicate,
         )
-        return lambda: commit(self.folder, record, built.encoded.parts, self.read_back)
+
+        def write() -> tuple[Record, dict[str, float]]:
+            with clock.phase("write"):
+                winner = commit(self.folder, record, built.encoded.parts, self.read_back)
+            return winner, clock.seconds
+
+        return write
 
 
 def build_all(
     jobs: Iterable[tuple[Builder, Job]],
     on_progress: Progress,
-    on_record: Callable[[Record], None],
+    on_record: Callable[[Record, dict[str, float]], None],
     on_error: Callable[[Exception], None],
 ) -> None:
     """Build and commit chunk after chunk; one is written to the disk while the next is built.
@@ -203,13 +220,13 @@ def build_all(
     Args:
         jobs: Who builds what.
         on_progress: Called while a chunk is built.
-        on_record: Called, from another thread, when it is committed.
+        on_record: Called, from another thread, when it is committed, with its record and the seconds by phase.
         on_error: Called with what went wrong; nothing more is built then.
     """
 
-    def finish(commit: Callable[[], Record]) -> None:
+    def finish(commit: Callable[[], tuple[Record, dict[str, float]]]) -> None:
         try:
-            on_record(commit())
+            on_record(*commit())
         except Exception as error:
             on_error(error)
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
+
 from packhorse.cache import store
 from packhorse.cache.build import Job
 from packhorse.cache.claims import Claims
@@ -27,6 +29,7 @@ from packhorse.cache.states import ChunkStates, find_states, is_built
 from packhorse.cache.suspects import Suspects
 from packhorse.corpus.engines import make_engine
 from packhorse.corpus.sources import Source
+from packhorse.corpus.tokens import narrowest
 from packhorse.errors import CacheCorruptionError, CacheError, CacheIncompleteError, EngineMismatch, SettingsError
 
 WAIT_SECONDS = 0.5
@@ -76,7 +79,7 @@ class Building:
             max_tokens=settings.max_tokens_in_all,
             deduplicate=recipe.deduplicate == "exact",
         )
-        self.progress = BuildProgress(quiet=tell is not say)
+        self.progress = self._new_progress()
         self._waiting: dict[int, int] = {}  # file number -> unfinished chunks that still need it
         self._elsewhere: list[int] = []  # chunks that other builders have in hand
         self._found: list[int] = []  # chunks that others have built
@@ -96,7 +99,8 @@ class Building:
                 self.claims.sweep()
         self._extend_index([record.chunk for record in built] + self._found)
         if built:
-            self.tell(f"{len(built)} chunks built in {self.progress.seconds:.1f} s: {self.progress.rates()}")
+            text = f"{len(built)} chunks built in {self.progress.seconds:.1f} s: {self.progress.rates()}"
+            self.tell("\n  ".join([text, *self.progress.details()]))
             store.remove_leftovers(self.folder)
         states = find_states(self.folder, self.plan, self.index)
         if left := [chunk for chunk in states.unfinished if chunk in self.selection]:
@@ -118,6 +122,10 @@ class Building:
                 if error.engine.split()[0] != "fastokens":
                     raise  # the reference itself: there is nothing to fall back on
                 self._suspect(error)
+
+    def _new_progress(self) -> BuildProgress:
+        id_bytes = np.dtype(narrowest(self.recipe.vocab_size)).itemsize
+        return BuildProgress(self.tell is not say, self.folder, id_bytes, self.recipe.sequence_length)
 
     def _extend_index(self, fresh: list[int]) -> None:
         """Let readers and trainings see what follows without a gap."""
@@ -148,9 +156,9 @@ class Building:
         workers = self.staff.call(many=len(first) > 1)
         built: list[Record] = []
 
-        def on_record(record: Record) -> None:
+        def on_record(record: Record, seconds: dict[str, float]) -> None:
             built.append(record)
-            self.progress.committed()
+            self.progress.committed(record, seconds)
             self.claims.drop(record.chunk)
             self._release(record)
             self._show_growth(record)
@@ -313,7 +321,7 @@ class Building:
         self.staff.dismiss()
         if self._is_suspect_index():
             self.index.forget()
-        self.progress = BuildProgress(quiet=self.tell is not say)
+        self.progress = self._new_progress()
         self._waiting.clear()
         self.tell(
             f"{error}\nThe document is kept in {self.folder / 'suspects'}. All chunks of that engine are built again "

@@ -68,7 +68,12 @@ def main(core: str) -> None:
                 ),
             )
 
-    build_all(jobs(), lambda *done: say(progress=done), lambda record: say(record=asdict(record)), tell)
+    build_all(
+        jobs(),
+        lambda *done: say(progress=done),
+        lambda record, seconds: say(record=asdict(record), seconds=seconds),
+        tell,
+    )
 
 
 if __name__ == "__main__":

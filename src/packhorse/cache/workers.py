@@ -90,7 +90,7 @@ class Workers:
         compression: str,
         read_back: bool,
         on_progress: OnProgress,
-        on_record: Callable[[Any], None],
+        on_record: Callable[[Any, dict[str, float]], None],
         tell: Callable[[str], None],
     ) -> None:
         """Build chunks.
@@ -102,7 +102,7 @@ class Workers:
             compression: How hard LZ4 works.
             read_back: Read what was written again before it counts.
             on_progress: Called with (documents, tokens, bytes of text) while chunks are made.
-            on_record: Called with each committed record.
+            on_record: Called with each committed record and the seconds that it took by phase.
             tell: Takes messages for the user, each once.
 
         Raises:
@@ -114,7 +114,7 @@ class Workers:
             builder = None
             for job in jobs:
                 builder = builder or Builder(folder, engine, compression, read_back, tell)
-                on_record(builder.build(job, on_progress))
+                on_record(*builder.make(job, on_progress)())
             return
         jobs, running, told = iter(jobs), 0, set()
         if self._thread is None:
@@ -141,7 +141,7 @@ class Workers:
             if "progress" in message:
                 on_progress(*message["progress"])
             elif "record" in message:
-                on_record(message["record"])
+                on_record(message["record"], message["seconds"])
                 running += give(number) - 1
             elif "tell" in message:
                 if message["tell"] not in told:
@@ -169,7 +169,7 @@ class Workers:
         build_all(
             jobs(),
             lambda *done: say(progress=done),
-            lambda record: say(record=record),
+            lambda record, seconds: say(record=record, seconds=seconds),
             lambda error: say(exception=error),
         )
 
