@@ -6,6 +6,7 @@
         chunks/           the sequences                               index/       derived: quick to open
         metadata.json     derived: sums, for people                   quarantine/  what was moved out of the way
         spool/            scratch                                     suspects/    engines that gave wrong ids
+        claims/           who is building which chunk                 log/         of builds, for TensorBoard
         duplicates/       derived: hashes of the documents of each page, with `deduplicate: exact`
 
 Opening reads recipe.json and the last page of the index; everything else is read when it is needed.
