@@ -65,8 +65,8 @@ def publish(path: Path, data: bytes | Iterable[bytes | memoryview]) -> bool:
     return made
 
 
-def replace(path: Path, data: bytes) -> None:
-    """Make `path` hold `data`, whatever it held before: for derived files only (anything that can be rebuilt)."""
+def replace(path: Path, data: bytes | Iterable[bytes]) -> None:
+    """Make `path` hold `data`, whatever it held before: for what can be rebuilt, and for files outside of caches."""
     with disk_errors(path):
         temporary = _write_temporary(path, data)
         try:

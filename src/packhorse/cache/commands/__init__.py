@@ -30,6 +30,9 @@ VERBS = {
     "repair": "build what is damaged again from its source, and prove it equal",
     "cleanup": "say what dead builders left and nobody needs; remove it with --yes",
     "list": "list the caches of a folder",
+    "repack": "make a cache of another length or packing from this one, without tokenizing again",
+    "import": "build a cache from ids of `datasets`, Megatron-LM or datatrove",
+    "export": "write the cache for `datasets`, Megatron-LM or datatrove",
     "inspect": "show a sequence as text, where it came from, and histograms",
 }
 """Verb -> what it does, in the order of the help."""

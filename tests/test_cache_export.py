@@ -1,0 +1,212 @@
+"""Laws of export, import and repack: the ids that come out are those that went in, and others can read them."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+
+from conftest import documents_in, make_texts, write_jsonl
+from packhorse.cache import Cache
+from packhorse.cache.cached import CachedDocuments
+from packhorse.cache.datatrove import DatatroveDocuments
+from packhorse.cache.megatron import MegatronDocuments
+from packhorse.cache.rows import RowDocuments
+from packhorse.cli import main
+from packhorse.errors import SourceError
+from packhorse.training.batches import derive
+
+PACKINGS = [{"packing": "best_fit"}, {"packing": "concat"}, {"packing": "pad"}, {"packing": "window", "overlap": 5}]
+NAMES = [settings["packing"] for settings in PACKINGS]
+
+
+@pytest.fixture
+def cache(request, build, tmp_path):
+    settings = getattr(request, "param", {"packing": "best_fit"})
+    return build(str(write_jsonl(tmp_path / "a.jsonl", make_texts(50, words=25))), sequences_per_chunk=25, **settings)
+
+
+def export(cache, tmp_path, form):
+    target = tmp_path / form
+    assert main(["cache", "export", str(cache.folder), "--to", str(target), "--format", form]) == 0
+    return target
+
+
+def sides(cache):
+    """The documents of each side, by an own way of putting them together (which `window` needs ours for)."""
+    if cache.recipe.overlap:
+        return {split: [ids.tolist() for ids in CachedDocuments(cache.folder, split)] for split in ("train", "eval")}
+    found, place = {"train": [], "eval": []}, 0
+    documents = documents_in(cache)
+    for number in range(cache.snapshot.num_chunks):
+        for is_eval in cache.chunk(number).side("document_sides").tolist():
+            found["eval" if is_eval else "train"].append(documents[place])
+            place += 1
+    return found
+
+
+@pytest.mark.parametrize("cache", PACKINGS, ids=NAMES, indirect=True)
+def test_a_megatron_file_has_every_document_byte_for_byte(cache, tmp_path):
+    """Read by the published layout alone: see megatron/core/datasets/indexed_dataset.py."""
+    folder = export(cache, tmp_path, "megatron")
+    for split, documents in sides(cache).items():
+        index = (folder / f"{split}_text_document.idx").read_bytes()
+        assert index[:9] == b"MMIDIDX\0\0"
+        assert struct.unpack("<QBQQ", index[9:34]) == (1, 8, len(documents), len(documents) + 1)
+        n = len(documents)
+        lengths = struct.unpack(f"<{n}i", index[34 : 34 + 4 * n])
+        pointers = struct.unpack(f"<{n}q", index[34 + 4 * n : 34 + 12 * n])
+        assert struct.unpack(f"<{n + 1}q", index[34 + 12 * n :]) == tuple(range(n + 1))
+        data = (folder / f"{split}_text_document.bin").read_bytes()
+        read = [list(struct.unpack(f"<{k}H", data[p : p + 2 * k])) for p, k in zip(pointers, lengths, strict=True)]
+        assert read == documents
+        assert len(data) == 2 * sum(lengths)
+        assert [ids.tolist() for ids in MegatronDocuments(folder / f"{split}_text_document.bin")] == documents
+
+
+def test_a_datatrove_file_has_every_document_byte_for_byte(cache, tmp_path):
+    folder = export(cache, tmp_path, "datatrove")
+    for split, documents in sides(cache).items():
+        data, index = (folder / f"{split}.ds").read_bytes(), (folder / f"{split}.ds.index").read_bytes()
+        ends = struct.unpack(f"<{len(index) // 8}Q", index)
+        ids = struct.unpack(f"<{len(data) // 2}H", data)
+        assert [list(ids[a:b]) for a, b in zip((0, *ends), ends, strict=False)] == documents
+        first, count, _ = (folder / f"{split}.ds.metadata").read_text().split("\n")
+        assert first.rpartition("|")[2] == "2"
+        assert int(count) == len(ids)
+        assert [ids.tolist() for ids in DatatroveDocuments(folder / f"{split}.ds")] == documents
+
+
+@pytest.mark.parametrize("cache", PACKINGS, ids=NAMES, indirect=True)
+def test_datasets_reads_the_rows_with_the_labels_of_training(cache, tmp_path):
+    from datasets import load_from_disk
+
+    folder = export(cache, tmp_path, "datasets")
+    both = load_from_disk(str(folder))
+    assert list(both) == ["train", "eval"]
+    for split, rows in both.items():
+        assert rows.column_names == ["input_ids", "attention_mask", "labels"]
+        read = cache.read(range(cache.num_sequences(split)), split=split)
+        rows = rows.with_format("numpy")[:]
+        assert np.array_equal(rows["input_ids"], read.tokens)
+        used = [int(lengths.sum()) for lengths in read.piece_lengths]
+        assert rows["attention_mask"].sum(1).tolist() == used
+        batch = derive(read.tokens, read.piece_lengths, read.repeated if cache.recipe.overlap else None)
+        # transformers shifts labels itself: what it compares is what training here compares.
+        assert np.array_equal(rows["labels"][:, 1:], batch.labels[:, :-1])
+        assert (rows["labels"][:, 0] == -100).all()
+    assert json.loads((folder / "metadata.json").read_bytes())["total_sequences"] == sum(map(len, both.values()))
+    assert (folder / "tokenizer/tokenizer.json").read_bytes() == (
+        cache.tokenizer_folder / "tokenizer.json"
+    ).read_bytes()
+
+
+def test_a_side_without_sequences_is_an_empty_data_set(build, tmp_path):
+    from datasets import load_from_disk
+
+    cache = build(make_texts(20), eval_share=0.0)
+    assert len(load_from_disk(str(export(cache, tmp_path, "datasets")))["eval"]) == 0
+
+
+def test_an_export_never_overwrites_a_data_set_and_leaves_nothing_half_done(cache, tmp_path, capsys):
+    folder = export(cache, tmp_path, "datasets")
+    assert main(["cache", "export", str(cache.folder), "--to", str(folder)]) == 2
+    assert "exists" in capsys.readouterr().err
+    path = next((cache.folder / "chunks").rglob("*.chunk"))
+    path.write_bytes(path.read_bytes()[:-1])
+    before = {p.name for p in tmp_path.iterdir()}
+    assert main(["cache", "export", str(cache.folder), "--to", str(tmp_path / "again")]) == 2
+    assert {p.name for p in tmp_path.iterdir()} == before
+    assert main(["cache", "export", str(cache.folder)]) == 2
+
+
+@pytest.mark.parametrize("form", ["megatron", "datatrove"])
+def test_what_was_exported_and_imported_is_the_same_documents(form, cache, build, tmp_path, gpt2_like):
+    folder = export(cache, tmp_path, form)
+    name = {"megatron": "train_text_document.idx", "datatrove": "train.ds"}[form]
+    config = tmp_path / "config.yaml"
+    value = {"tokenizer": str(gpt2_like), "sequence_length": 48, "cache_dir": str(tmp_path / "imported"), "workers": 0}
+    config.write_text(json.dumps({"data": value}))
+    arguments = ["cache", "import", "--config", str(config), "--files", str(folder / name), "--format", form]
+    assert main(arguments) == 0
+    (made,) = (path.parent for path in (tmp_path / "imported").glob("*/recipe.json"))
+    assert documents_in(Cache(made)) == sides(cache)["train"]
+    assert main(arguments) == 0
+    assert Cache(made).summary.documents == len(sides(cache)["train"])
+
+
+def test_rows_are_imported_piece_by_piece_without_padding(cache, tmp_path, gpt2_like):
+    folder = export(cache, tmp_path, "datasets")
+    pieces = []
+    read = cache.read(range(cache.num_sequences()))
+    for tokens, lengths in zip(read.tokens.tolist(), read.piece_lengths, strict=True):
+        ends = np.cumsum(lengths).tolist()
+        pieces += [tokens[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+    assert [ids.tolist() for ids in RowDocuments(folder / "train")] == pieces
+    config = tmp_path / "config.yaml"
+    value = {"tokenizer": str(gpt2_like), "sequence_length": 48, "cache_dir": str(tmp_path / "imported"), "workers": 0}
+    config.write_text(json.dumps({"data": {**value, "eval_share": 0.0}}))
+    files = ["--files", str(folder / "train"), "--format", "datasets"]
+    assert main(["cache", "import", "--config", str(config), *files]) == 0
+    (made,) = (path.parent for path in (tmp_path / "imported").glob("*/recipe.json"))
+    assert documents_in(Cache(made)) == pieces
+    with pytest.raises(SourceError, match="several splits"):
+        RowDocuments(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ({"packing": "best_fit"}, ["--sequence-length", "64"]),
+        ({"packing": "concat"}, ["--packing", "best_fit"]),
+        ({"packing": "window", "overlap": 5}, ["--packing", "pad", "--sequence-length", "16"]),
+        ({"packing": "pad"}, ["--packing", "window", "--overlap", "3"]),
+    ],
+    ids=NAMES[:1] + NAMES[1:2] + NAMES[3:] + NAMES[2:3],
+)
+def test_a_repacked_cache_has_the_same_documents_without_a_tokenizer_at_work(
+    settings, options, build, tmp_path, monkeypatch, capsys
+):
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(50, words=25))
+    cache = build(str(source), sequences_per_chunk=25, **settings)
+    from packhorse.corpus.engines import Reference
+
+    expected = [ids.tolist() for ids in CachedDocuments(cache.folder)]
+    seen = []
+    encode = Reference.encode
+    monkeypatch.setattr(Reference, "encode", lambda self, texts: seen.extend(texts) or encode(self, texts))
+    assert main(["cache", "repack", str(cache.folder), *options, "--json"]) == 0
+    made = Cache(json.loads(capsys.readouterr().out)["folder"])
+    assert [ids.tolist() for ids in CachedDocuments(made.folder)] == expected
+    assert made.recipe.tokenizer == cache.recipe.tokenizer
+    assert not set(seen) & {json.loads(line)["text"] for line in source.read_text().splitlines()}
+    # What grew here grows there.
+    write_jsonl(source, make_texts(20, seed=5, words=25), "a")
+    build(str(source), sequences_per_chunk=25, **settings)
+    assert main(["cache", "repack", str(cache.folder), *options, "--json"]) == 0
+    assert sorted(ids.tolist() for ids in CachedDocuments(made.folder)) == sorted(
+        ids.tolist() for ids in CachedDocuments(cache.folder)
+    )
+
+
+@pytest.mark.parametrize("damage", ["cut", "header", "promise"])
+def test_foreign_files_that_do_not_fit_are_refused(damage, cache, tmp_path):
+    megatron, datatrove = export(cache, tmp_path, "megatron"), export(cache, tmp_path, "datatrove")
+    index, ends = megatron / "train_text_document.idx", datatrove / "train.ds.index"
+    for path, place, source in (
+        (index, 26, lambda: MegatronDocuments(index)),
+        (ends, 3, lambda: DatatroveDocuments(datatrove / "train.ds")),
+    ):
+        data = bytearray(path.read_bytes())
+        if damage == "cut":
+            data = data[:-3]
+        elif damage == "header":
+            data[place] ^= 0x80
+        else:
+            data = data[: len(data) // 2] + b"\xff" * (len(data) - len(data) // 2)
+        path.write_bytes(data)
+        with pytest.raises(SourceError):
+            source()
+        path.unlink()
+        with pytest.raises(SourceError, match="cannot be read"):
+            source()
