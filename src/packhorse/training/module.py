@@ -21,6 +21,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from packhorse.cache.progress import say
 from packhorse.errors import SettingsError, TokenizerError
+from packhorse.evaluation.perplexity import MemoryLoss, memory_losses, table_lines
 from packhorse.models import (
     InfiniAttentionConfig,
     InfiniLlamaConfig,
@@ -111,6 +112,7 @@ class LanguageModule(LightningModule):
         self.model: PreTrainedModel | None = None
         self.schedule: Schedule | None = None
         self.eval_loss = TokenLoss()
+        self.memory_loss = MemoryLoss()
         self.step_loss: Tensor | None = None
         """Mean over all tokens of the last optimizer step, on all ranks the same."""
         self._step_mean = StepMean()
@@ -270,16 +272,28 @@ class LanguageModule(LightningModule):
         self.eval_loss.update(*self(batch))
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Adds the batch to the token-weighted loss."""
-        self.eval_loss.update(*self(batch))
+        """Adds the batch to the token-weighted loss, and to those by segment: with memory, without, with another's."""
+        assert self.model is not None
+        segment_length = self.model.config.infini_attention.segment_length
+        for number, (mode, nll_N, position_N) in enumerate(memory_losses(self.model, batch)):
+            self.memory_loss.update(mode, nll_N, position_N, segment_length)
+            if number == 0:  # the model as it is
+                self.eval_loss.update(nll_N.double().sum(), len(nll_N))
 
     def on_validation_epoch_end(self) -> None:
         """Log loss and perplexity over all tokens of all ranks."""
         self._log_eval("val")
 
     def on_test_epoch_end(self) -> None:
-        """Log loss and perplexity over all tokens of all ranks."""
+        """Log loss and perplexity over all tokens of all ranks, and tell what the memory is worth."""
         self._log_eval("test")
+        values = self.memory_loss.compute()
+        if self.trainer.is_global_zero:
+            print("\n".join(table_lines(values, self.model.config.infini_attention.segment_length)))
+        for span, cells in values["segment"].items():
+            for mode, (nll, _) in cells.items():
+                self.log(f"test/segment {span}/memory {mode}", nll, sync_dist=True, logger=True, prog_bar=False)
+        self.memory_loss.reset()
 
     def predict_step(self, batch: str, batch_idx: int) -> str:
         """Continue a prompt."""
