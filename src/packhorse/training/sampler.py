@@ -12,6 +12,9 @@ from packhorse.training.batches import derive
 from packhorse.training.mixture import RunOrder
 from packhorse.training.order import micro_batch_positions
 
+LOOK_AHEAD = 4_096
+"""Positions that are looked up at once: after several growths a single one costs twenty times as much."""
+
 
 class Rows(Dataset):
     """Sequence numbers -> a batch.
@@ -81,6 +84,7 @@ class TrainSampler(Sampler):
         self.order, self.trained, self.length, self.done = order, trained, length, done
         self._share = {"micro_batch": micro_batch, "world_size": world_size, "accumulation": accumulation}
         self._rank = rank
+        self._known: tuple[RunOrder | None, int, np.ndarray] = None, 0, np.empty((0, 2), np.int64)
 
     def __len__(self) -> int:
         return self.length
@@ -93,5 +97,12 @@ class TrainSampler(Sampler):
             if part == 0:
                 order = self.order()
             positions = micro_batch_positions(step, part, self._rank, **self._share, consumed=self.trained)
-            yield order.sequence_numbers(positions.start, len(positions))
+            yield self._look_up(order, positions)
             index += 1
+
+    def _look_up(self, order: RunOrder, positions: range) -> np.ndarray:
+        known_order, first, numbers = self._known
+        if order is not known_order or not first <= positions.start <= positions.stop <= first + len(numbers):
+            first, numbers = positions.start, order.sequence_numbers(positions.start, max(len(positions), LOOK_AHEAD))
+            self._known = order, first, numbers
+        return numbers[positions.start - first : positions.stop - first]
