@@ -203,7 +203,7 @@ def _rehearse(trainer: Trainer, module: LightningModule) -> tuple[float | None, 
     weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
     seconds = []
     with torch.random.fork_rng():
-        for _ in range(3):
+        for _ in range(2):  # the first one warms up
             start = time.monotonic()
             with (
                 trainer.precision_plugin.forward_context(),
