@@ -9,6 +9,7 @@ import pytest
 from conftest import all_tokens, make_texts, write_jsonl
 from packhorse.cache import Cache, store
 from packhorse.cache.check import check_cache
+from packhorse.cache.claims import Claims
 from packhorse.cache.cleanup import clean, find_leftovers
 from packhorse.cache.plan import Plan
 from packhorse.cache.record import chunk_path, read_record, record_path
@@ -142,6 +143,20 @@ def test_nothing_is_cleaned_where_nobody_knows_what_is_needed(cache, name, capsy
     before = tree(cache.folder)
     assert main(["cache", "cleanup", str(cache.folder), "--yes"]) == 2
     assert tree(cache.folder) == before
+
+
+def test_claims_of_dead_builders_go_and_those_of_living_ones_stay(cache):
+    with Claims(cache.folder) as living:
+        assert living.take(0)
+        living.tell({"chunks": 1})
+        age(cache.folder / "claims/00000000.claim")
+        put(cache.folder / "claims/dead-1-ab.json")
+        put(cache.folder / "claims/00000001.claim", b"dead-1-ab")
+        put(cache.folder / "claims/00000002.claim", b"../../recipe")
+        put(cache.folder / "claims/00000003.claim", b"dead-1-ab", days=0)
+        assert names(cache) == {f"claims/{name}" for name in ("dead-1-ab.json", "00000001.claim", "00000002.claim")}
+        clean(find_leftovers(cache.folder), cache.folder)
+        assert living.owner(0) == living.name
 
 
 def test_what_is_not_a_cache_is_left_alone(tmp_path):

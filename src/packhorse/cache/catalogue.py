@@ -45,10 +45,11 @@ class Entry:
 
 def list_caches(root: Path) -> list[Entry]:
     """The caches of a folder, by name."""
-    return [_entry(path.parent) for path in sorted(root.glob("*/recipe.json"))]
+    return [describe_folder(path.parent) for path in sorted(root.glob("*/recipe.json"))]
 
 
-def _entry(folder: Path) -> Entry:
+def describe_folder(folder: Path) -> Entry:
+    """What the cache in a folder is, damaged or not."""
     try:
         identity, index = read_identity(folder), Index(folder)
         totals, recipe = index.totals(index.num_chunks), identity.recipe

@@ -11,6 +11,7 @@
 Safe beside live builders: what is younger than any writing takes is left alone. Nothing goes that cannot be rebuilt.
 """
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packhorse.cache import store
+from packhorse.cache.claims import Claims
 from packhorse.cache.plan import Plan
 from packhorse.cache.recipe import read_identity
 from packhorse.cache.record import Record, chunk_path, committed_chunks, read_record
@@ -26,6 +28,8 @@ from packhorse.cache.snapshot import Index
 from packhorse.errors import CacheError
 
 DAY_SECONDS = 24 * 3600
+CLAIM_SECONDS = 3600
+"""Leases are refreshed three times a minute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +63,7 @@ def find_leftovers(
     """
     read_identity(folder)
     finder = _Finder(folder, time.time() - min_age_seconds)
-    found = [*finder.temporary(), *finder.pages(), *finder.spools(), *finder.chunk_files()]
+    found = [*finder.temporary(), *finder.pages(), *finder.spools(), *finder.claims(), *finder.chunk_files()]
     if quarantine_days is not None:
         found += _old_quarantine(folder, time.time() - quarantine_days * DAY_SECONDS)
     return found
@@ -124,6 +128,15 @@ class _Finder:
             if path.name.partition(".")[0] not in needed and self._is_old(path):
                 yield self._leftover(path, "no chunk waits for it")
 
+    def claims(self) -> Iterator[Leftover]:
+        """Claims and notes of builders whose lease was not refreshed for long."""
+        root, seen = self.folder / "claims", Claims(self.folder)
+        for path in sorted(root.iterdir()) if root.is_dir() else ():
+            name = seen.owner(int(path.stem)) if path.suffix == ".claim" and path.stem.isdigit() else path.stem
+            lease = root / f"{name}.lease" if _is_name(name) else path
+            if _is_older(path, CLAIM_SECONDS) and _is_older(lease, CLAIM_SECONDS):
+                yield self._leftover(path, "its builder is gone")
+
     def chunk_files(self) -> Iterator[Leftover]:
         """Chunk files that no record names."""
         for path in sorted((self.folder / "chunks").rglob("*.chunk")):
@@ -139,10 +152,7 @@ class _Finder:
                     yield self._leftover(path, f"the record of chunk {chunk} names another file, which is whole")
 
     def _is_old(self, path: Path) -> bool:
-        try:
-            return path.lstat().st_mtime < self.oldest
-        except FileNotFoundError:
-            return False
+        return path.lstat().st_mtime < self.oldest if os.path.lexists(path) else False
 
     def _leftover(self, path: Path, why: str, keep: bool = False) -> Leftover:
         return Leftover(path=path, why=why, num_bytes=_size(path), keep=keep)
@@ -154,6 +164,15 @@ def _old_quarantine(folder: Path, oldest: float) -> Iterator[Leftover]:
         # When it was moved: the time of a file is that of its content, the other that of its name.
         if path.lstat().st_ctime < oldest:
             yield Leftover(path=path, why="in quarantine for long enough", num_bytes=_size(path))
+
+
+def _is_older(path: Path, seconds: float) -> bool:
+    """Whether nobody has touched it for so long; what is not there was not touched."""
+    return not os.path.lexists(path) or path.lstat().st_mtime < time.time() - seconds
+
+
+def _is_name(name: str) -> bool:
+    return bool(name) and "/" not in name and name not in (".", "..")
 
 
 def _size(path: Path) -> int:

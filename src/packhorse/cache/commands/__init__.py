@@ -33,6 +33,8 @@ VERBS = {
     "repack": "make a cache of another length or packing from this one, without tokenizing again",
     "import": "build a cache from ids of `datasets`, Megatron-LM or datatrove",
     "export": "write the cache for `datasets`, Megatron-LM or datatrove",
+    "copy": "copy the cache to another folder or bucket, or what a copy lacks",
+    "remove": "remove the cache for good, after asking",
     "inspect": "show a sequence as text, where it came from, and histograms",
 }
 """Verb -> what it does, in the order of the help."""
