@@ -97,6 +97,8 @@ class Building:
             built = self._build_trusted()
             if built:
                 self.claims.sweep()
+        # What others committed counts from here on; they may have been killed before it was safe.
+        store.settle(self.folder)
         self._extend_index([record.chunk for record in built] + self._found)
         if built:
             text = f"{len(built)} chunks built in {self.progress.seconds:.1f} s: {self.progress.rates()}"

@@ -163,6 +163,19 @@ def remove_leftovers(folder: Path) -> None:
                 remove(path)
 
 
+def settle(folder: Path) -> None:
+    """Make safe every name that stands in a folder or below: who gave it may have been killed before that.
+
+    A writer removes its temporary file only after its name is safe; so where none lies, nothing needs to be done. Of
+    `replace` no trace is left, so the folders of derived files are synced in any case.
+    """
+    with disk_errors(folder):
+        for place, _, names in os.walk(folder):
+            is_derived = Path(place) in (folder, folder / "index")
+            if is_derived or any(name.startswith(TEMPORARY) for name in names):
+                sync_folder(Path(place))
+
+
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
