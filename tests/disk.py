@@ -106,7 +106,9 @@ class RecordedDisk(Disk):
         without: A line of the store: the sync that it asks for is left out.
     """
 
-    PROMISES: ClassVar = {"publish": "there", "replace": "there", "make_folder": "there", "quarantine": "moved"}
+    PROMISES: ClassVar = {
+        **{"publish": "there", "replace": "there", "make_folder": "there", "quarantine": "moved", "settle": "settled"}
+    }
     """Function of the store -> what it promises when it returns."""
 
     def __init__(self, root: Path, without: int | None = None) -> None:
@@ -123,15 +125,18 @@ class RecordedDisk(Disk):
         result = real(*args)
         if name == "open":
             self._descriptors[result] = str(args[0])
-            if args[1] & os.O_CREAT:
-                self.log.append(("create", str(args[0])))
-        elif name == "write":
-            self.log.append(("write", self._descriptors[args[0]], bytes(args[1][:result])))
-        elif name == "fsync":
-            if Path(self._descriptors[args[0]]).is_relative_to(self.root):
-                self.log.append(("fsync", self._descriptors[args[0]]))
-        else:
-            self.log.append(("rename" if name == "replace" else name, *map(str, args)))
+        where = self._descriptors[args[0]] if name in ("write", "fsync") else str(args[0])
+        # Claims are advice: nothing depends on them, and nothing of theirs is synced.
+        if "/claims/" in where or not Path(where).is_relative_to(self.root):
+            return result
+        if name == "write":
+            self.log.append((name, where, bytes(args[1][:result])))
+        elif name in ("link", "replace", "rename"):
+            self.log.append(("rename" if name == "replace" else name, where, str(args[1])))
+        elif name != "open":
+            self.log.append((name, where))
+        elif args[1] & os.O_CREAT:
+            self.log.append(("create", where))
         return result
 
     def promising(self, function: Callable, promise: str) -> Callable:
@@ -139,7 +144,8 @@ class RecordedDisk(Disk):
 
         def promised(path: Path, *args):
             result = function(path, *args)
-            self.log.append((promise, str(path), str(result)))
+            if "claims" not in path.name:
+                self.log.append((promise, str(path), str(result)))
             return result
 
         return promised

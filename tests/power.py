@@ -102,6 +102,8 @@ class PowerCut:
                 self.gone.append((path, self.now[more[0]]))
             case "there":
                 self.there[path] = [self.now[path]]
+            case "settled":
+                self.there |= {name: [file] for name, file in self.now.items() if _is_settled(name, path)}
 
     def states(self, most: int, draw: random.Random) -> Iterator[Tree]:
         """What may be left; a random choice if that is more than `most`."""
@@ -152,6 +154,10 @@ def write_tree(tree: Tree, root: Path, target: Path) -> None:
     for path, (file, content) in tree.items():
         place = target / Path(path).relative_to(root)
         place.mkdir() if file is None else place.write_bytes(content)
+
+
+def _is_settled(name: str, folder: str) -> bool:
+    return name.startswith(f"{folder}/") and ".tmp-" not in name and "/claims" not in name
 
 
 def _apply(change: Change, names: Change) -> None:

@@ -10,12 +10,10 @@ import pytest
 
 from disk import RecordedDisk, kill_at, lives_through
 from packhorse.cache import open_cache, store, update_cache
+from packhorse.cache.record import committed_chunks
 from packhorse.errors import PackhorseError
 from power import PowerCut, Tree, write_tree
 from scenarios import SCENARIOS, Stage, same_cache, visible_is_right
-
-FOLLOWING = 64
-"""States that are looked at after each operation."""
 
 
 class Outage:
@@ -25,10 +23,13 @@ class Outage:
         stage: The scenario.
         killed_at: Operations before which the process died, one run after the other.
         without: A line of the store whose sync is left out.
+        most: States to look at after each operation.
     """
 
-    def __init__(self, stage: Stage, killed_at: tuple[int, ...] = (), without: int | None = None) -> None:
-        self.stage, self.draw = stage, random.Random(f"{killed_at} {without}")
+    def __init__(
+        self, stage: Stage, killed_at: tuple[int, ...] = (), without: int | None = None, most: int = 16
+    ) -> None:
+        self.stage, self.most, self.draw = stage, most, random.Random(f"{killed_at} {without}")
         settings = stage.again("disk")
         self.root = Path(settings.cache_dir)
         self.power = PowerCut(self.root)
@@ -44,12 +45,13 @@ class Outage:
         """What the store promised and a power cut may break, after any operation."""
         return [wrong for _, _, broken in self._states() for wrong in broken]
 
-    def sweep(self, seen: set, share: float = 1.0) -> list[str]:
+    def sweep(self, seen: set, share: float = 1.0, only_finished: bool = False) -> list[str]:
         """Cut the power after every operation, and recover.
 
         Args:
             seen: States that were recovered from; those that are new are added.
             share: So many of them are taken, by chance.
+            only_finished: Cut it only after all is done.
 
         Returns:
             What went wrong.
@@ -58,7 +60,7 @@ class Outage:
         for is_finished, tree, broken in self._states():
             wrong += broken
             state = is_finished, frozenset((_plain(path), content) for path, (_, content) in tree.items())
-            if state not in seen and self.draw.random() < share:
+            if state not in seen and is_finished >= only_finished and self.draw.random() < share:
                 seen.add(state)
                 wrong += self._recover(tree, is_finished)
         return wrong
@@ -66,7 +68,7 @@ class Outage:
     def _states(self):
         for number, entry in enumerate(self.disk.log, 1):
             self.power.do(*entry)
-            for tree in self.power.states(FOLLOWING, self.draw):
+            for tree in self.power.states(self.most, self.draw):
                 yield number == len(self.disk.log), tree, self.power.broken(tree)
 
     def _recover(self, tree: Tree, is_finished: bool) -> list[str]:
@@ -76,6 +78,8 @@ class Outage:
         keeps = self.expected.snapshot.num_chunks if is_finished else self.stage.scenario.keeps
         try:
             visible_is_right(settings, self.expected, keeps, self.stage.scenario.is_damaged and not is_finished)
+            if is_finished:
+                assert len(committed_chunks(open_cache(settings).folder)) == keeps
             return [] if same_cache(update_cache(settings, quiet=True), self.expected) else ["other tokens"]
         except (AssertionError, PackhorseError, OSError, ValueError) as error:
             return [f"{type(error).__name__}: {error}"]
@@ -112,12 +116,20 @@ def test_every_sync_of_the_store_is_missed_when_it_is_left_out(line, fast_folder
     outages = []
     for name in ("fresh", "file lost"):
         stage = Stage(name, fast_folder / name, gpt2_like)
-        outage = Outage(stage, without=line)
-        # The next process finds a folder whose name is not safe.
-        killed_at = outage.disk.operations.index("mkdir") + 2
-        outages += [outage, Outage(stage, (killed_at,), without=line)]
+        outages.append(Outage(stage, without=line))
+        # The next process finds a folder, or the last record, whose name is not safe.
+        done = outages[-1].disk.operations
+        for last in (done.index("mkdir"), max(number for number, name in enumerate(done) if name == "link")):
+            outages.append(Outage(stage, (last + 2,), without=line))
     assert any(line in outage.disk.synced_at for outage in outages)
     assert any(outage.broken_promises() for outage in outages)
+
+
+def test_what_a_killed_builder_had_just_named_is_safe_before_another_counts_it(fast_folder, gpt2_like):
+    stage = Stage("fresh", fast_folder, gpt2_like)
+    done = Outage(stage).disk.operations
+    last = max(number for number, name in enumerate(done) if name == "link")
+    assert not Outage(stage, (last + 2,)).sweep(set(), only_finished=True)
 
 
 @pytest.mark.slow
@@ -128,7 +140,7 @@ def test_twenty_thousand_power_cuts(fast_folder, gpt2_like):
     seen: set = set()
     for killed_at in [(), *((number,) for number in random.Random(0).sample(range(1, 80), 79))]:
         for stage in stages:
-            assert not Outage(stage, killed_at).sweep(seen), (killed_at, stage.folder.name)
+            assert not Outage(stage, killed_at, most=64).sweep(seen), (killed_at, stage.folder.name)
         print(f"killed at {killed_at}: {len(seen)} states", flush=True)
         if len(seen) >= 20_000:
             return

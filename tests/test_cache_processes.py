@@ -26,11 +26,14 @@ from scenarios import same_cache, settings_for, visible_is_right
 
 SCRIPT = """
 import json, sys
-from packhorse.cache import CacheSettings, update_cache
+from packhorse.cache import CacheSettings
+from packhorse.cache.selection import Selection
+from packhorse.cache.update import build_selection
 settings = json.loads(sys.argv[1])
+selection = Selection(**settings.pop("selection", {}))
 if settings["source"] == "texts":
     settings["source"] = json.load(open(sys.argv[2]))
-print(update_cache(CacheSettings(**settings), quiet=True).snapshot.digest)
+print(build_selection(CacheSettings(**settings), selection, quiet=True)[0].snapshot.digest)
 """
 
 
@@ -147,9 +150,9 @@ def test_two_builders_at_once_make_one_consistent_cache(kind, large, fast_folder
 
 
 @contextmanager
-def builders_of(settings: dict, number: int):
+def builders_of(settings: list[dict]):
     """Processes that are not left alone when a test fails."""
-    builders = [start(settings) for _ in range(number)]
+    builders = [start(setting) for setting in settings]
     try:
         yield builders
     finally:
@@ -158,7 +161,7 @@ def builders_of(settings: dict, number: int):
             builder.wait()
 
 
-def disturb(builders: list, draw: random.Random, again) -> tuple[int, int]:
+def disturb(builders: list, settings: list[dict], draw: random.Random) -> tuple[int, int]:
     """Kill and stop builders at random, and replace the killed ones, until all are done; how often."""
     kills = stops = 0
     while any(builder.poll() != 0 for builder in builders):
@@ -168,7 +171,7 @@ def disturb(builders: list, draw: random.Random, again) -> tuple[int, int]:
         if builder.poll() is not None:
             if builder.returncode != 0:
                 assert builder.returncode == -signal.SIGKILL, builder.communicate()[1]
-                builders[number] = again()
+                builders[number] = start(settings[number])
         elif draw.random() < 0.5 and kills < 40:
             builder.kill()
             builder.wait()
@@ -189,8 +192,13 @@ def test_eight_builders_that_are_killed_and_stopped_make_each_chunk_once(seed, l
     write_jsonl(Path(settings["source"]), make_texts(8_000, words=60))
     settings = {**settings, "workers": 0, "engine": "hf"}
     expected = update_cache(CacheSettings(**{**settings, "cache_dir": f"{settings['cache_dir']}-expected"}), quiet=True)
-    with builders_of(settings, 8) as builders:
-        kills, stops = disturb(builders, random.Random(seed), lambda: start(settings))
+    draw, last = random.Random(seed), expected.snapshot.num_chunks - 1
+    # Three ask for everything, the others for overlapping ranges and for every third chunk.
+    selections = [{}, {}, {}, {"num_shards": 3, "shard_index": seed % 3}]
+    selections += [{"start_chunk": (a := draw.randint(0, last)), "end_chunk": draw.randint(a, last)} for _ in range(4)]
+    each = [{**settings, "selection": selection} for selection in selections]
+    with builders_of(each) as builders:
+        kills, stops = disturb(builders, each, draw)
     print(f"seed {seed}: {kills} kills, {stops} stops, {expected.snapshot.num_chunks} chunks", flush=True)
     assert kills + stops > 20
     cache = open_cache(next(Path(settings["cache_dir"]).glob("*/recipe.json")).parent)
