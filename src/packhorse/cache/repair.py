@@ -237,7 +237,7 @@ class _Work:
         workers = Workers(len(usable_cores()) if len(jobs) >= MANY_CHUNKS else 0)
         try:
             workers.run(
-                jobs, folder, engine, level, False, lambda *done: None, lambda record, seconds: None, self.result.mended.append
+                jobs, folder, engine, level, False, lambda *done: None, lambda *done: None, self.result.mended.append
             )
         finally:
             workers.stop()
