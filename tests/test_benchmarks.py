@@ -28,6 +28,11 @@ RUNS = {
     "open": ["bench_open.py", "--chunks", "10", "4200", "--rounds", "1"],
     "packing": ["bench_packing.py", "--lengths", "64", "512", "--max-documents", "60", "--rounds", "1"],
     "order": ["bench_order.py", "--batches", "3"],
+    "backends": ["bench_backends.py", "--quick", "--threads", "1"],
+    "lengths": [
+        *("bench_lengths.py", "--threads", "1", "--segment", "32", "--repeats", "1"),
+        *("--shortest", "64", "--longest", "128", "--full-up-to", "128"),
+    ],
     "read": ["bench_read.py", "--megabytes", "0.5", "--rounds", "1", "--seconds", "0.02"],
 }
 
@@ -53,6 +58,12 @@ def test_a_benchmark_ends_with_its_ratio(name, tmp_path):
     assert found
     assert float(found[1]) > 0
     assert list(tmp_path.iterdir()) == [], "temporary files are left"
+
+
+def test_a_comparison_without_its_peer_says_so_and_ends_well():
+    script = BENCHMARKS / "peer_infini_transformer.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert "is not installed" in done.stdout or "ratio=" in done.stdout
 
 
 def test_varied_text_repeats_no_document_and_no_rare_word(monkeypatch):

@@ -58,6 +58,16 @@ def test_a_document_of_one_segment_gets_exactly_llamas_logits(plain_checkpoint, 
     assert torch.equal(model(input_ids).logits, plain(input_ids).logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_document_of_one_segment_gets_exactly_llamas_logits_in_every_dtype(plain_checkpoint, dtype):
+    plain, path = plain_checkpoint
+    config = InfiniLlamaConfig.from_base(plain.config, {"segment_length": 8, "balance_init_type": "randn"})
+    model = InfiniLlamaForCausalLM.from_pretrained(path, config=config, dtype=dtype).eval()
+    input_ids = torch.randint(0, VOCAB, (3, 8))
+    expected = LlamaForCausalLM.from_pretrained(path, dtype=dtype).eval()(input_ids).logits
+    assert torch.equal(model(input_ids).logits, expected)
+
+
 def test_a_plain_checkpoint_loads_and_only_gates_are_new(plain_checkpoint):
     plain, path = plain_checkpoint
     config = InfiniLlamaConfig.from_base(plain.config, {"balance_init_type": "constant", "balance_init_value": -4.0})

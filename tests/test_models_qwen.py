@@ -89,6 +89,17 @@ def test_a_plain_checkpoint_loads_and_a_document_of_one_segment_gets_exactly_its
     assert torch.equal(model.eval()(input_ids).logits, plain(input_ids).logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_document_of_one_segment_gets_exactly_the_plain_logits_in_every_dtype(family, dtype, tmp_path):
+    plain = randomise_small_parameters(family.plain(family.plain_config(**family.sizes)))
+    plain.save_pretrained(tmp_path)
+    config = family.config.from_base(plain.config, {"segment_length": 8, "balance_init_type": "randn"})
+    input_ids = torch.randint(0, VOCAB, (3, 8))
+    plain = family.plain.from_pretrained(tmp_path, dtype=dtype).eval()
+    model = family.model.from_pretrained(tmp_path, config=config, dtype=dtype).eval()
+    assert torch.equal(model(input_ids).logits, plain(input_ids).logits)
+
+
 @pytest.mark.parametrize("rule", ["linear", "delta"])
 def test_save_load_and_the_auto_classes_round_trip_to_the_same_logits(family, rule, tmp_path):
     model = make_model(family, memory_update=rule)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from packhorse.evaluation.memory import read_with
-from packhorse.models import InfiniLlamaConfig, InfiniLlamaForCausalLM, gate_parameters
+from packhorse.models import InfiniLlamaConfig, InfiniLlamaForCausalLM, attention, gate_parameters
 
 SEGMENT, LENGTH, NUM_VALUES, NUM_NOISE = 16, 64, 16, 32
 QUESTION = NUM_VALUES + NUM_NOISE
@@ -26,6 +26,15 @@ def test_a_model_recalls_from_an_earlier_segment_only_with_its_memory(rule):
 def test_local_attention_alone_cannot_solve_the_task():
     torch.set_num_threads(1)
     assert accuracy(train(max_steps=200, turn_on_memory=False)) < 0.2
+
+
+def test_a_memory_that_is_written_without_gradients_learns_nothing_to_write(monkeypatch):
+    """A large gate is no evidence: here gates open, and the answers are chance."""
+    original = attention.memories_by_scan
+    monkeypatch.setattr(attention, "memories_by_scan", lambda *x: tuple(part.detach() for part in original(*x)))
+    monkeypatch.setattr(attention, "choose_backend", lambda *x: "scan")
+    torch.set_num_threads(1)
+    assert accuracy(train(max_steps=200)) < 0.2
 
 
 def train(max_steps: int, **settings) -> InfiniLlamaForCausalLM:

@@ -217,15 +217,16 @@ def test_generation_works_in_training_mode_with_gradient_checkpointing():
     assert torch.equal(model.generate(prompt, max_new_tokens=9, do_sample=False), expected)
 
 
-def test_the_state_keeps_its_size_over_ten_thousand_tokens():
-    model = make_model(memory_update="delta")
+def test_the_state_keeps_its_size_over_a_hundred_thousand_tokens():
+    segment = 500
+    model = make_model(memory_update="delta", segment_length=segment)
     cache, sizes = InfiniCache(model.config), set()
-    for chunk in torch.randint(0, VOCAB, (1, 10_000)).split(77, 1):
+    for chunk in torch.randint(0, VOCAB, (1, 100_000)).split(3_333, 1):
         logits = model(chunk, past_key_values=cache).logits
         sizes.add(cache.state_bytes)
-    assert cache.get_seq_length() == 10_000
+    assert cache.get_seq_length() == 100_000
     assert logits.isfinite().all()
-    keys_and_values, memory = 2 * (SEGMENT + 1) * 2 * 8, 2 * 8 * (8 + 1)
+    keys_and_values, memory = 2 * (segment + 1) * 2 * 8, 2 * 8 * (8 + 1)
     assert sizes == {2 * 4 * (keys_and_values + memory)}  # two layers of fp32
 
 

@@ -140,7 +140,7 @@ def choose_backend(settings: InfiniAttentionConfig, segments: Segments, row_leng
     """The faster of the two fast ways to read the memory.
 
     Per token and head the scan moves head_size^2 / segment numbers of state, the attention form row_length weights.
-    They break even near 4 to 1 (`benchmarks/bench_attention.py`, CPU): only short rows of very short segments want
+    They break even near 4 to 1 (`benchmarks/bench_backends.py`, CPU): only short rows of very short segments want
     the attention form.
     """
     if isinstance(segments, SlottedSegments):
