@@ -8,9 +8,10 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from packhorse.evaluation.memory import read_with
 from packhorse.models import InfiniAttentionConfig, InfiniLlamaConfig, InfiniLlamaForCausalLM, gate_values
 from packhorse.models.memory import feature_map
-from packhorse.training.memory_facts import memory_gain, memory_off, observe_memory
+from packhorse.training.memory_facts import memory_gain, observe_memory
 from packhorse.training.memory_monitor import InfiniAttentionMonitor, heat_map
 from test_training import datamodule, module, trainer, write_corpus
 
@@ -158,7 +159,7 @@ def test_the_gain_of_a_memory_is_the_difference_of_two_losses(room, tmp_path):
     gain = memory_gain(model, batch)
     with torch.no_grad():
         on, tokens = model(batch)
-        with memory_off(model.model):
+        with read_with(model.model, "off"):
             off, _ = model(batch)
     assert gain == pytest.approx(float((on - off) / tokens))
     assert gain != 0.0

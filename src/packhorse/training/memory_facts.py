@@ -6,14 +6,13 @@ to be looked at and shows every gate's two inputs on the way. Nothing of the mod
 Shapes: B rows, T tokens, L layers with a memory, G key/value heads, K head size.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from packhorse.evaluation.memory import read_with
 from packhorse.models import InfiniCache
 from packhorse.models.gates import Gate
 
@@ -75,20 +74,9 @@ def memory_gain(module: Any, batch: dict[str, Any]) -> float:
         batch: On its device.
     """
     with_memory, tokens = module(batch)
-    with memory_off(module.model):
+    with read_with(module.model, "off"):
         without, _ = module(batch)
     return float((with_memory - without) / tokens.clamp(min=1))
-
-
-@contextmanager
-def memory_off(model: nn.Module) -> Iterator[None]:
-    """The model with local attention alone."""
-    settings = model.config.infini_attention
-    model.config.infini_attention = replace(settings, turn_on_memory=False)
-    try:
-        yield
-    finally:
-        model.config.infini_attention = settings
 
 
 def _size(x_BPHK: Tensor) -> Tensor:
