@@ -1,7 +1,7 @@
 """How much faster is a cache build than `datasets.map` + grouping + `torch.save`?
 
-Both read the same file with the same tokenizer on the same number of processes, in turns, and the medians count. Two
-modes, two questions:
+Both read the same file with the same tokenizer on the same number of processes, in turns, and the medians count. Four
+modes, four questions:
 
 whole     A user types the command. Both sides are a subprocess with all of its start-up and a fresh folder: here
           `packhorse cache build`, there `peer_datasets.py`.
@@ -14,8 +14,15 @@ steady    A long job, start-up on neither side. At least 300 MB of text in which
           documents; what they cost on a few documents (starting processes) is subtracted, and loading the file into
           `datasets` is left out, so the peer is measured at its best.
 
+workers   The rate of a long job with --workers builders against one, in turns; both must give the same payloads.
+
+floor     The rate of a long job against `floor.py`: reading, encoding, LZ4, SHA-256, write and fsync, each alone on one
+          core in the same run, times the number of builders. The ratio is at most 1.
+
     python benchmarks/bench_build.py --mode whole --source my.parquet --tokenizer folder/tokenizer.json
     python benchmarks/bench_build.py --mode steady
+    python benchmarks/bench_build.py --mode workers --source my.parquet --tokenizer folder/tokenizer.json
+    python benchmarks/bench_build.py --mode floor --source my.parquet --tokenizer folder/tokenizer.json
 
 Without --source it takes the built-in sample, without --tokenizer it trains one on that. Both sides must come to the
 same number of tokens, or nothing is reported. The last line is the ratio of the speeds, ours / peer.
@@ -33,10 +40,11 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from floor import stage_seconds
 from report import median, print_header, print_result
 from varied_text import vary
 
-from packhorse.cache import CacheSettings, CacheSummary, staff, update_cache
+from packhorse.cache import Cache, CacheSettings, staff, update_cache
 from packhorse.corpus.documents import Skipped, file_length, read_documents
 from packhorse.corpus.sample import SampleCorpus
 from packhorse.corpus.sources import Files, open_sources
@@ -49,7 +57,7 @@ MIN_CHUNKS = 16
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", choices=["whole", "steady"], default="whole")
+    parser.add_argument("--mode", choices=["whole", "steady", "workers", "floor"], default="whole")
     parser.add_argument("--source", default="sample", help="a parquet or jsonl file, or `sample`")
     parser.add_argument("--tokenizer", help="a folder or a tokenizer.json; by default one is trained on the sample")
     parser.add_argument("--text-column", default="text")
@@ -64,10 +72,8 @@ def main() -> None:
         folder = Path(name)
         options.tokenizer_json = prepare_tokenizer(options.tokenizer, folder)
         options.eos_id = read_tokenizer(options.tokenizer_json).facts.eos_id
-        if options.mode == "whole":
-            compare_whole(options, folder)
-        else:
-            compare_steady(options, folder)
+        compare = {"whole": compare_whole, "steady": compare_steady, "workers": compare_workers, "floor": compare_floor}
+        compare[options.mode](options, folder)
 
 
 def compare_whole(options: argparse.Namespace, folder: Path) -> None:
@@ -106,19 +112,11 @@ def compare_whole(options: argparse.Namespace, folder: Path) -> None:
 
 
 def compare_steady(options: argparse.Namespace, folder: Path) -> None:
-    wanted = options.megabytes or 320
-    texts = read_texts(options, wanted)
-    plain = tokens_per_byte(options, texts[:2_000])
-    copies = -int(-wanted * 1e6 // sum(len(text.encode()) for text in texts))
-    source, slice_of_it, few = (folder / f"{name}.parquet" for name in ("source", "slice", "few"))
-    options.text_column = "text"
-    size = write_parquet(source, vary(texts, copies))
+    source, size, texts, plain = prepare_long_text(options, folder)
+    slice_of_it, few = (folder / f"{name}.parquet" for name in ("slice", "few"))
     slice_size = cut_slice(source, slice_of_it, options.peer_megabytes * 1e6)
     pq.write_table(pa.table({"text": texts[:8]}), few)
-    # So small that every worker has several, as in a long job; 8,000 is the default.
-    chunk_tokens = size * plain / (MIN_CHUNKS + options.workers + 2)
-    options.sequences_per_chunk = min(8_000, max(1, int(chunk_tokens / options.sequence_length)))
-    print(f"text: {size / 1e6:.1f} MB, {copies} x {len(texts):,} documents; {slice_size / 1e6:.1f} MB for the peer")
+    print(f"{slice_size / 1e6:.1f} MB for the peer")
     ours: list[float] = []
     theirs: list[float] = []
     for number in range(options.rounds):
@@ -127,6 +125,7 @@ def compare_steady(options: argparse.Namespace, folder: Path) -> None:
             for contestant in contestants[:: -1 if number % 2 else 1]:
                 if contestant == "ours":
                     cache, speed = time_steady_build(options, source, Path(name))
+                    cache = cache.summary
                     ours.append(speed)
                 else:
                     output = run([*peer_command(options, slice_of_it, Path(name)), "--warm-up", str(few)])
@@ -147,6 +146,72 @@ def compare_steady(options: argparse.Namespace, folder: Path) -> None:
         f"ratio {median(ours) / median(theirs):.1f}",
     ]
     print_result(rows, median(ours) / median(theirs), *PACKAGES)
+
+
+def compare_workers(options: argparse.Namespace, folder: Path) -> None:
+    source, size, _, _ = prepare_long_text(options, folder)
+    speeds: dict[int, list[float]] = {1: [], options.workers: []}
+    digests = set()
+    for number in range(options.rounds):
+        for workers in list(speeds)[:: -1 if number % 2 else 1]:
+            with tempfile.TemporaryDirectory(dir=folder) as name:
+                cache, speed = time_steady_build(options, source, Path(name), workers)
+                speeds[workers].append(speed)
+                digests.add(cache.snapshot.digest)
+                chunks = cache.snapshot.num_chunks
+        told = ", ".join(f"{workers} workers {speed[-1] / 1e6:.2f} MB/s" for workers, speed in speeds.items())
+        print(f"round {number + 1}: {told}", flush=True)
+    if len(digests) != 1:
+        raise SystemExit("The builds differ: a chunk depends on who builds it.")
+    rows = [f"steady, {size / 1e6:.0f} MB in {chunks} chunks, same snapshot"]
+    rows += [f"{workers} workers {median(speed) / 1e6:.2f} MB/s" for workers, speed in speeds.items()]
+    ratio = median(speeds[options.workers]) / median(speeds[1])
+    print_result([*rows, f"ratio {ratio:.2f}"], ratio, *PACKAGES)
+
+
+def compare_floor(options: argparse.Namespace, folder: Path) -> None:
+    source, size, _, plain = prepare_long_text(options, folder)
+    vocab_size = read_tokenizer(options.tokenizer_json).facts.vocab_size
+    chunk_bytes = int(options.sequences_per_chunk * options.sequence_length / plain)
+    ours: list[float] = []
+    floors: list[float] = []
+    for number in range(options.rounds):
+        with tempfile.TemporaryDirectory(dir=folder) as name:
+            for contestant in ["ours", "floor"][:: -1 if number % 2 else 1]:
+                if contestant == "ours":
+                    ours.append(time_steady_build(options, source, Path(name))[1])
+                else:
+                    stages = stage_seconds(source, options.tokenizer_json, vocab_size, chunk_bytes, Path(name))
+                    floors.append(size / sum(stages.values()) * options.workers)
+        told = ", ".join(f"{stage} {size / 1e6 / seconds:.0f}" for stage, seconds in stages.items())
+        print(
+            f"round {number + 1}: ours {ours[-1] / 1e6:.2f} MB/s, floor {floors[-1] / 1e6:.2f} MB/s "
+            f"(MB/s of one core: {told})",
+            flush=True,
+        )
+    ratio = median(ours) / median(floors)
+    rows = [
+        f"steady, {size / 1e6:.0f} MB, {options.workers} workers",
+        f"ours {median(ours) / 1e6:.2f} MB/s",
+        f"floor {median(floors) / 1e6:.2f} MB/s; of one core: {told}",
+        f"ratio {ratio:.2f}",
+    ]
+    print_result(rows, ratio, *PACKAGES)
+
+
+def prepare_long_text(options: argparse.Namespace, folder: Path) -> tuple[Path, int, list[str], float]:
+    """Text for a long job: its file, its bytes, the texts that it was made of, and their tokens per byte."""
+    wanted = options.megabytes or 320
+    texts = read_texts(options, wanted)
+    plain = tokens_per_byte(options, texts[:2_000])
+    copies = -int(-wanted * 1e6 // sum(len(text.encode()) for text in texts))
+    source, options.text_column = folder / "source.parquet", "text"
+    size = write_parquet(source, vary(texts, copies))
+    # So small that every worker has several, as in a long job; 8,000 is the default.
+    chunk_tokens = size * plain / (MIN_CHUNKS + options.workers + 2)
+    options.sequences_per_chunk = min(8_000, max(1, int(chunk_tokens / options.sequence_length)))
+    print(f"text: {size / 1e6:.1f} MB, {copies} x {len(texts):,} documents")
+    return source, size, texts, plain
 
 
 def build_command(options: argparse.Namespace, source: Path, folder: Path) -> list[str]:
@@ -184,15 +249,18 @@ def run(command: list[str]) -> str:
     return done.stdout
 
 
-def time_steady_build(options: argparse.Namespace, source: Path, folder: Path) -> tuple[CacheSummary, float]:
-    """Build a cache with real workers; its summary, and bytes of text per second once they are warm."""
+def time_steady_build(
+    options: argparse.Namespace, source: Path, folder: Path, workers: int | None = None
+) -> tuple[Cache, float]:
+    """Build a cache with real workers; the cache, and bytes of text per second once they are warm."""
+    workers = workers or options.workers
     settings = CacheSettings(
         source=str(source),
         tokenizer=str(options.tokenizer_json),
         sequence_length=options.sequence_length,
         sequences_per_chunk=options.sequences_per_chunk,
         cache_dir=str(folder / "cache"),
-        workers=options.workers,
+        workers=workers,
     )
     arrivals: list[tuple[float, int]] = []
 
@@ -213,10 +281,10 @@ def time_steady_build(options: argparse.Namespace, source: Path, folder: Path) -
         staff.Workers = plain
     # The clock starts when the first chunk is committed. The first chunk of every worker is not counted, though some
     # of them are still being built then: that is to our disadvantage.
-    timed = arrivals[options.workers :]
+    timed = arrivals[workers:]
     if len(timed) < MIN_CHUNKS:
         raise SystemExit(f"Only {len(timed)} chunks were timed, {MIN_CHUNKS} are needed: raise --megabytes.")
-    return cache.summary, sum(size for _, size in timed) / (arrivals[-1][0] - arrivals[0][0])
+    return cache, sum(size for _, size in timed) / (arrivals[-1][0] - arrivals[0][0])
 
 
 def check_same_tokens(ours: int, peer: dict, sequence_length: int) -> None:

@@ -24,6 +24,8 @@ RUNS = {
         "--rounds",
         "1",
     ],
+    "build workers": ["bench_build.py", "--mode", "workers", "--megabytes", "2", "--rounds", "1"],
+    "build floor": ["bench_build.py", "--mode", "floor", "--megabytes", "2", "--rounds", "1"],
     "gap": ["bench_gap.py", "--megabytes", "0.5", "--rounds", "1"],
     "open": ["bench_open.py", "--chunks", "10", "4200", "--rounds", "1"],
     "packing": ["bench_packing.py", "--lengths", "64", "512", "--max-documents", "60", "--rounds", "1"],

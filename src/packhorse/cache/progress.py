@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 LINE_SECONDS = 5.0
 """Plain lines, and looks at the machine, come at most this often."""
 
+MACHINE_SECONDS = 2.0
+"""Before that nobody looks at the machine: short builds do without."""
+
 WINDOW_SECONDS = 300.0
 """The rate of so much time before now says how long the rest will take."""
 
@@ -156,6 +159,10 @@ class BuildProgress:
 
     def _show(self) -> None:
         now = time.monotonic()
+        if self._machine is None and self.seconds > MACHINE_SECONDS:
+            from packhorse.cache.machine import Machine
+
+            self._machine = Machine()
         if is_due := now - self._last_look >= LINE_SECONDS:
             self._last_look = now
             self._look(now)
@@ -171,11 +178,8 @@ class BuildProgress:
         self._window.append((now, self.text_bytes))
         while now - self._window[0][0] > WINDOW_SECONDS:
             self._window.popleft()
-        if self._machine is None:
-            from packhorse.cache.machine import Machine
-
-            self._machine = Machine()
-        self._machine_now = self._machine.look()
+        if self._machine is not None:
+            self._machine_now = self._machine.look()
         if self._folder is not None:
             if self._dashboard is None:
                 from packhorse.cache.dashboard import Dashboard
