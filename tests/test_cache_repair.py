@@ -3,15 +3,19 @@
 import json
 import os
 import shutil
+from contextlib import suppress
 
 import pytest
 
 from conftest import all_tokens, make_texts, write_jsonl
+from disk import Disk, kill_at, lives_through
 from packhorse.cache import Cache, CacheSettings, store
 from packhorse.cache.check import check_cache
+from packhorse.cache.cleanup import clean, find_leftovers
 from packhorse.cache.record import read_record, record_path
 from packhorse.cache.repair import repair_cache
 from packhorse.cli import main
+from packhorse.errors import CacheError
 from test_cache_check import file_of, flip, tree
 
 
@@ -29,11 +33,13 @@ def settings(cache, tmp_path, gpt2_like):
     return CacheSettings(source=str(tmp_path / "a.jsonl"), tokenizer=str(gpt2_like), **values)
 
 
-def content(folder):
+def content(folder, leftovers=True):
     """Everything of a cache but what is timed, derived from that, or moved out of the way."""
     files = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
+        if not leftovers and (store.TEMPORARY in name or name.startswith("spool")):
+            continue
         if path.is_file() and not name.startswith(("quarantine", "metadata")):
             files[name] = path.read_bytes()
         if name.startswith("records") and path.is_file():
@@ -227,3 +233,81 @@ def test_repair_is_a_command_and_ends_with_status_1_when_something_stays_damaged
     (tmp_path / "a.jsonl").unlink()
     assert main(["cache", "repair", str(cache.folder)]) == 1
     assert "Left as it is: chunk 1: The source file" in capsys.readouterr().out
+
+
+# -- crashes
+
+
+def crash_everywhere(folder, make, act, step):
+    """Do it on a fresh copy, dying before each disk operation; then once more to the end. Yields after each."""
+    number = 1
+    while True:
+        copy = folder / "copy"
+        make(copy)
+        finished = lives_through(Disk(kill_at(number)), lambda: act(copy))  # noqa: B023
+        yield copy
+        act(copy)
+        yield copy
+        shutil.rmtree(copy)
+        if finished:
+            return
+        number += step
+
+
+DAMAGES = {
+    "chunk": ["chunks/000000/00000001-*"],
+    "record and chunk": ["records/*/00000002.json", "chunks/*/00000000-*"],
+    "index": ["index/*"],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_repair_that_dies_at_some_disk_operation_is_finished_by_the_next(damage, build, fast_folder):
+    repair_while_dying(damage, 9, build, fast_folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_repair_that_dies_at_any_disk_operation_is_finished_by_the_next(damage, build, fast_folder):
+    repair_while_dying(damage, 1, build, fast_folder)
+
+
+def repair_while_dying(damage, step, build, fast_folder):
+    source = str(write_jsonl(fast_folder / "a.jsonl", make_texts(30, words=20)))
+    cache = build(source, sequences_per_chunk=12, cache_dir=str(fast_folder / "cache"))
+    before, tokens, digest = content(cache.folder), all_tokens(cache), cache.snapshot.digest
+
+    def make(copy):
+        shutil.copytree(cache.folder, copy)
+        for pattern in DAMAGES[damage]:
+            flip(next(copy.glob(pattern)), -3)
+
+    for turn, copy in enumerate(crash_everywhere(fast_folder, make, repair_cache, step)):
+        with suppress(CacheError):
+            read = all_tokens(Cache(copy))
+            assert (read == tokens[: len(read)]).all()
+        if turn % 2:
+            assert content(copy, leftovers=False) == before
+            assert Cache(copy).snapshot.digest == digest
+            assert check_cache(copy).is_good
+
+
+def test_a_cleanup_that_dies_at_any_disk_operation_is_finished_by_the_next(build, fast_folder):
+    source = str(write_jsonl(fast_folder / "a.jsonl", make_texts(20, words=20)))
+    cache = build(source, sequences_per_chunk=12, cache_dir=str(fast_folder / "cache"))
+    tokens = all_tokens(cache)
+
+    def make(copy):
+        shutil.copytree(cache.folder, copy)
+        for name in ("chunks/000000/.tmp-1-a", "chunks/000000/00000001-0123456789abcdef.chunk", "spool/repair-1-2/a"):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes(b"left")
+
+    def act(copy):
+        clean(find_leftovers(copy, min_age_seconds=-1), copy)
+
+    for turn, copy in enumerate(crash_everywhere(fast_folder, make, act, 1)):
+        assert (all_tokens(Cache(copy)) == tokens).all()
+        assert check_cache(copy).is_good
+        assert turn % 2 == 0 or find_leftovers(copy, min_age_seconds=-1) == []
+    assert turn > 3
