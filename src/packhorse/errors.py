@@ -17,6 +17,10 @@ class SourceError(PackhorseError, ValueError):
     """A source is missing, unreadable, or is not what the settings say."""
 
 
+class DocumentTooLongError(SourceError):
+    """A document needs more memory than the limit leaves."""
+
+
 class TokenizerError(PackhorseError, ValueError):
     """A tokenizer cannot be loaded, or does not fit the model or the settings."""
 

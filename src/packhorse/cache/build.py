@@ -40,6 +40,8 @@ class Job:
     """File number -> the file, ready to be sought."""
     dropped: list[int] = field(default_factory=list)
     """Rows of the ranges whose documents have a place before, in order."""
+    max_document_bytes: int | None = None
+    """Longer documents are refused: the memory is limited."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,7 @@ def build_chunk(
     skipped, clock = Skipped(), clock or PhaseClock()
     ranges = ((job.files[n], start, stop) for n, start, stop in job.ranges)
     tokens = tokenize(
-        clock.each("read", read_ranges(ranges, skipped, job.dropped)),
+        clock.each("read", read_ranges(ranges, skipped, job.dropped, job.max_document_bytes)),
         engine,
         skipped,
         bos_id=recipe.bos_id,

@@ -16,11 +16,12 @@ from packhorse.cache.build import Job
 from packhorse.cache.claims import Claims
 from packhorse.cache.gaps import estimate_gaps
 from packhorse.cache.integrity import Integrity
+from packhorse.cache.memory import largest_page, plan_memory
 from packhorse.cache.plan import Plan
 from packhorse.cache.planner import Planner
 from packhorse.cache.progress import BuildProgress, say
 from packhorse.cache.recipe import Recipe, read_identity, tokenizer_json
-from packhorse.cache.record import Record, read_record, refuse_strangers
+from packhorse.cache.record import Record, committed_chunks, read_record, refuse_strangers
 from packhorse.cache.selection import Selection, ranges
 from packhorse.cache.settings import CacheSettings
 from packhorse.cache.snapshot import Index
@@ -28,6 +29,7 @@ from packhorse.cache.staff import Staff
 from packhorse.cache.states import ChunkStates, find_states, is_built
 from packhorse.cache.suspects import Suspects
 from packhorse.corpus.engines import make_engine
+from packhorse.corpus.packing import places_taken
 from packhorse.corpus.sources import Source
 from packhorse.corpus.tokens import narrowest
 from packhorse.errors import CacheCorruptionError, CacheError, CacheIncompleteError, EngineMismatch, SettingsError
@@ -68,12 +70,21 @@ class Building:
         self.settings, self.recipe, self.folder, self.selection = settings, recipe, folder, selection
         self.staff, self.tell = staff, tell
         self.plan, self.index, self.suspects = Plan(folder), Index(folder), Suspects(folder)
+        self.budget = plan_memory(
+            settings,
+            recipe,
+            (folder / "tokenizer" / "tokenizer.json").stat().st_size if settings.memory_limit else 0,
+            staff.expected,
+            self._planned_tokens() if settings.memory_limit else 0,
+            largest_page(sources) if settings.memory_limit else 0,
+        )
+        staff.most = self.budget.builders
         self.planner = Planner(
             self.plan,
             sources,
             self._count_tokens,
             sequence_length=recipe.sequence_length,
-            sequences_per_chunk=settings.sequences_per_chunk,
+            sequences_per_chunk=self.budget.chunk_tokens // recipe.sequence_length,
             max_documents=settings.max_documents,
             max_chunks=settings.max_chunks,
             max_tokens=settings.max_tokens_in_all,
@@ -235,11 +246,24 @@ class Building:
             if not is_built(self.folder, chunk):
                 entry = self.plan.entry(chunk)
                 files = {number: self.planner.locations.locate(number) for number, _, _ in entry}
-                return Job(chunk=chunk, ranges=entry, files=files, dropped=self.plan.dropped(chunk))
+                return Job(
+                    chunk=chunk,
+                    ranges=entry,
+                    files=files,
+                    dropped=self.plan.dropped(chunk),
+                    max_document_bytes=self.budget.document_bytes,
+                )
             self.claims.drop(chunk)
         self._found.append(chunk)
         self.progress.planned(-1, -self.plan.page(chunk).chunk_bytes)
         return None
+
+    def _planned_tokens(self) -> int:
+        """Of the largest chunk that is planned and not there."""
+        committed = set(committed_chunks(self.folder))
+        missing = {self.plan.page(n).page for n in range(self.plan.num_chunks) if n not in committed}
+        pages = [self.plan.pages[number] for number in missing]
+        return max((round(page.chunk_bytes * page.tokens_per_byte) for page in pages), default=0)
 
     def _states(self) -> ChunkStates:
         while True:
@@ -289,7 +313,8 @@ class Building:
         folder = str(self.folder / "tokenizer")
         engine, _ = make_engine("hf", text, self.recipe.split_special_tokens, folder)
         extra = (self.recipe.bos_id is not None) + (self.recipe.eos_id is not None)
-        return len(engine.encode(texts)[0]) + extra * len(texts)
+        lengths = np.diff(engine.encode(texts)[1], prepend=0) + extra
+        return int(places_taken(self.recipe.packing, lengths, self.recipe.sequence_length, self.recipe.overlap).sum())
 
     def _is_trusted(self, record: Record) -> bool:
         if record.recipe != self.recipe.digest:

@@ -9,7 +9,7 @@ looked for. Nothing is written but what packed files are unpacked to, in a tempo
 import shutil
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from packhorse.cache.cache import locate_cache
 from packhorse.cache.chunk import ChunkContent, compress, encode_chunk, pack_tokens, token_bits
 from packhorse.cache.cuts import cut_ranges
+from packhorse.cache.memory import plan_memory
 from packhorse.cache.places import Place, Places, draw_places
 from packhorse.cache.rate import tokens_per_byte
 from packhorse.cache.recipe import Recipe, make_recipe
@@ -25,7 +26,7 @@ from packhorse.cache.tokenizers import resolve_tokenizer, train_on
 from packhorse.cache.workers import usable_cores
 from packhorse.corpus.documents import Documents, Skipped
 from packhorse.corpus.engines import Engine, Verified, make_engine
-from packhorse.corpus.packing import pack
+from packhorse.corpus.packing import pack, places_taken
 from packhorse.corpus.sources import Deferred, Source, check_sources
 from packhorse.corpus.tokenizer import TokenizerContent, locate_tokenizer, read_tokenizer
 from packhorse.corpus.tokens import Tokens, tokenize
@@ -126,7 +127,7 @@ def _estimate(
         documents, tokens, slots, stored, seconds = (v * share for v in (documents, tokens, slots, stored, seconds))
     overhead, encode_seconds = _encode(sample, recipe, settings.compression)
     sequences = slots / _utilisation(sample, recipe, settings.sequences_per_chunk, float(tokens[0]), draw)
-    chunks = _count_chunks(settings, engine, found, sequences)
+    chunks = _count_chunks(settings, recipe, engine, found, sequences)
     workers = len(usable_cores()) if settings.workers == "auto" else max(1, settings.workers)
     elapsed = START_SECONDS + (seconds + tokens * encode_seconds) / (1 + OTHER_CORES * (workers - 1))
     disk = stored * overhead + chunks.estimate * RECORD_BYTES + fixed_bytes
@@ -163,7 +164,7 @@ def _measure(place: Place, recipe: Recipe, engine: Engine, compression: str) -> 
     seconds = place.seconds + time.perf_counter() - begin
     lengths = _kept(tokens, recipe)
     stored = len(compress(pack_tokens(tokens.ids, token_bits(recipe.vocab_size)), compression))
-    slots = _with_repeats(lengths, recipe).sum() / recipe.sequence_length
+    slots = _places(lengths, recipe).sum() / recipe.sequence_length
     counts = [place.factor * float(count) for count in (lengths.sum(), slots, stored, seconds)]
     return [place.size, place.num_documents, place.weight, *counts], tokens
 
@@ -174,13 +175,8 @@ def _kept(tokens: Tokens, recipe: Recipe) -> np.ndarray:
     return np.minimum(lengths, recipe.sequence_length) if recipe.long_documents == "truncate" else lengths
 
 
-def _with_repeats(lengths: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Places in sequences that documents take: `pad` fills up their last sequence, `window` repeats tokens."""
-    length = recipe.sequence_length
-    if recipe.packing == "pad":
-        return -(-lengths // length) * length
-    step = length - recipe.overlap
-    return lengths + np.maximum(0, -(-(lengths - length) // step)) * recipe.overlap
+def _places(lengths: np.ndarray, recipe: Recipe) -> np.ndarray:
+    return places_taken(recipe.packing, lengths, recipe.sequence_length, recipe.overlap)
 
 
 def _totals(source: Places, counts: np.ndarray, draw: np.random.Generator) -> np.ndarray:
@@ -231,10 +227,12 @@ def _utilisation(
         sequences += len(
             pack(recipe.packing, ids, np.cumsum(side), recipe.sequence_length, 0, None, recipe.overlap).tokens
         )
-    return _with_repeats(lengths, recipe).sum() / (sequences * recipe.sequence_length)
+    return _places(lengths, recipe).sum() / (sequences * recipe.sequence_length)
 
 
-def _count_chunks(settings: CacheSettings, engine: Engine, found: list[Places], sequences: np.ndarray) -> Figure:
+def _count_chunks(
+    settings: CacheSettings, recipe: Recipe, engine: Engine, found: list[Places], sequences: np.ndarray
+) -> Figure:
     """As the planner cuts what can be sought; by sequences what cannot, or is limited."""
     if _most_tokens(settings) is not None or not all(source.ranges for source in found):
         return _figure(np.maximum(1, np.round(sequences / settings.sequences_per_chunk)))
@@ -242,10 +240,15 @@ def _count_chunks(settings: CacheSettings, engine: Engine, found: list[Places], 
     for source in found:
         ranges += [(number + len(files), start, stop) for number, start, stop in source.ranges]
         files |= {number + len(files): file for number, file in source.files.items()}
-    rate = tokens_per_byte(ranges, files, lambda texts: len(engine.encode(texts)[0]) + len(texts))
-    chunk_bytes = max(1, round(settings.sequence_length * settings.sequences_per_chunk / rate))
-    count = float(sum(1 for _ in cut_ranges(ranges, files, chunk_bytes)))
-    return Figure(estimate=count, low=count, high=count)
+    extra = (recipe.bos_id is not None) + (recipe.eos_id is not None)
+
+    def count(texts: list[str]) -> int:
+        return int(_places(np.diff(engine.encode(texts)[1], prepend=0) + extra, recipe).sum())
+
+    budget = plan_memory(replace(settings, memory_limit=None), recipe)
+    chunk_bytes = max(1, round(budget.chunk_tokens / tokens_per_byte(ranges, files, count)))
+    chunks = float(sum(1 for _ in cut_ranges(ranges, files, chunk_bytes)))
+    return Figure(estimate=chunks, low=chunks, high=chunks)
 
 
 def _most_tokens(settings: CacheSettings) -> int | None:

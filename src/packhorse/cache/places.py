@@ -30,7 +30,7 @@ from packhorse.corpus.documents import (
 )
 from packhorse.corpus.filters import LEFT_OUT
 from packhorse.corpus.sources import Document, Files, Stream
-from packhorse.corpus.tables import read_column, to_python
+from packhorse.corpus.tables import cell_bytes, read_column, to_python
 from packhorse.errors import SourceError
 
 PLACE_BYTES = 32 * 1024
@@ -182,18 +182,14 @@ def _in_table(file: TextFile, end: int, at: float, draw: np.random.Generator) ->
 def _row_group(file: TextFile, first: int, rows: int):
     """The cells of a row group that pass, the bytes of each, and how long reading took."""
     import pyarrow as pa
-    import pyarrow.compute as pc
 
     begin = time.perf_counter()
-    # An arrow file is one piece, a row group of parquet too.
-    (cells, _), *_ = read_column(file.path, file.kind, file.column, first, first + rows, file.filters)
-    kind = cells.type.value_type if pa.types.is_dictionary(cells.type) else cells.type
-    cells = cells.cast(kind)
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        sizes = pc.multiply(pc.list_value_length(cells), 4)
-    else:
-        sizes = pc.binary_length(cells)
-    return cells, pc.fill_null(sizes, 0).to_numpy(), time.perf_counter() - begin
+    parts = [part for part, _ in read_column(file.path, file.kind, file.column, first, first + rows, file.filters)]
+    # Large row groups come in several parts, those of which nothing passes without a type.
+    parts = [part for part in parts if len(part)] or parts[:1]
+    chunks = [chunk for part in parts for chunk in (part.chunks if isinstance(part, pa.ChunkedArray) else [part])]
+    cells = pa.chunked_array(chunks, type=parts[0].type)
+    return cells, cell_bytes(cells), time.perf_counter() - begin
 
 
 def _of_stream(source: Stream, count: int, limit: int | None) -> Places:

@@ -1,11 +1,14 @@
 """What a user says about a cache: most of the `data:` group of a YAML, without torch."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from packhorse.corpus.filters import normal_filters
 from packhorse.corpus.sources import Source, open_sources
 from packhorse.errors import SettingsError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,9 @@ class CacheSettings:
     """What tokenizes: `auto` takes fastokens where it proves to give the reference's ids."""
     validation: bool = True
     """Read every chunk back after it is written, and compare its hash before it counts."""
+    memory_limit: str | None = None
+    """What all builders and this process together may take: `16GB`. Decides how many builders there are and how large
+    chunks become; documents that are too long for it are refused."""
     workers: int | Literal["auto"] = "auto"
     """Builders, this process among them; `auto` takes the physical cores that may be used, 0 builds without threads."""
 
@@ -85,6 +91,8 @@ class CacheSettings:
         if isinstance(self.filters, str):
             raise SettingsError(f"filters must be a list of filters, not one text: [{self.filters!r}].")
         normal_filters(self.filters)
+        if self.memory_limit is not None:
+            parse_size(self.memory_limit)
         _check(0 <= self.eval_share < 1, "eval_share", self.eval_share, "at least 0 and below 1")
         for name, hint in get_type_hints(CacheSettings).items():
             if get_origin(hint) is Literal:
@@ -120,6 +128,18 @@ class CacheSettings:
         """What `max_tokens` and `max_sequences` leave, if anything limits them."""
         of_sequences = None if self.max_sequences is None else self.max_sequences * self.sequence_length
         return min((limit for limit in (self.max_tokens, of_sequences) if limit is not None), default=None)
+
+
+def parse_size(text: str) -> int:
+    """'16GB', '1.5 GiB' or '800000000' -> bytes.
+
+    Raises:
+        SettingsError: it is no size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(text).lower())
+    if match is None or match[2] == "i" or not (size := round(float(match[1]) * _UNITS[match[2]])):
+        raise SettingsError(f"memory_limit must be a size like 16GB or 900MiB, not {text!r}.")
+    return size
 
 
 def _check(holds: bool, name: str, value: object, expected: str) -> None:

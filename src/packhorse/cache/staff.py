@@ -15,6 +15,9 @@ class Staff:
 
     def __init__(self, settings: CacheSettings, sources: list[Source]) -> None:
         self._number, self._split_special_tokens = settings.workers, settings.split_special_tokens
+        self.most: int | None = None
+        """Builders that the memory limit allows; None for any."""
+        self._is_limited = settings.memory_limit is not None
         self._workers: Workers | None = None
         self._text_bytes = 0
         for source in sources:
@@ -31,14 +34,15 @@ class Staff:
 
     def call_early(self, tokenizer: Path) -> None:
         """Start them before the plan is made, if there is much to build: what they import and load takes a while."""
-        if self._text_bytes > EARLY_BYTES:
+        if self._text_bytes > EARLY_BYTES and not self._is_limited:
             file = tokenizer if tokenizer.is_file() else tokenizer / "tokenizer.json"
             self.call(many=True).prepare(file, self._split_special_tokens)
 
     @property
     def expected(self) -> int:
         """Builders that there are for many chunks."""
-        return len(usable_cores()) if self._number == "auto" else max(1, self._number)
+        wanted = len(usable_cores()) if self._number == "auto" else max(1, self._number)
+        return wanted if self.most is None else max(1, min(wanted, self.most))
 
     def call(self, many: bool) -> Workers:
         """The workers. `auto` takes none for a single chunk: that is built faster here than a process starts."""

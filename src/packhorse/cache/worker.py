@@ -65,6 +65,7 @@ def main(core: str) -> None:
                     ranges=[tuple(r) for r in job["ranges"]],
                     files=files,
                     dropped=job["dropped"],
+                    max_document_bytes=job["max_document_bytes"],
                 ),
             )
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from packhorse.corpus.filters import LEFT_OUT, parse_filters, passes
-from packhorse.corpus.tables import open_arrow, open_parquet, read_column, to_ids, to_python
-from packhorse.errors import SourceError
+from packhorse.corpus.tables import cell_bytes, open_arrow, open_parquet, read_column, to_ids, to_python
+from packhorse.errors import DocumentTooLongError, SourceError
 
 BATCH_BYTES = 4 * 2**20
 """Text handed on at a time; engines gain nothing from more."""
@@ -82,7 +82,12 @@ class Skipped:
 
 
 def read_documents(
-    file: TextFile, start: int, stop: int, skipped: Skipped, batch_bytes: int = BATCH_BYTES
+    file: TextFile,
+    start: int,
+    stop: int,
+    skipped: Skipped,
+    batch_bytes: int = BATCH_BYTES,
+    max_bytes: int | None = None,
 ) -> Iterator[Documents]:
     """The documents of a range, in order, about `batch_bytes` at a time.
 
@@ -91,15 +96,17 @@ def read_documents(
         start: First row, or first byte.
         stop: One past the last.
         skipped: Counts what is left out, added to while reading.
-        batch_bytes: When a batch is full.
+        batch_bytes: When a batch is full; a longer document is one of its own.
+        max_bytes: Longer documents are refused.
 
     Raises:
+        DocumentTooLongError: a document is longer than `max_bytes`.
         SourceError: the file cannot be read, or a line (the message has its number) is not valid JSON or holds what a
             filter cannot compare.
     """
     cells = _table_cells if file.counts_rows else _line_cells
     first = skipped.rows
-    for values in cells(file, start, stop, batch_bytes):
+    for values in cells(file, start, stop, batch_bytes, max_bytes):
         rows: list[int] = []
         kept: list = []
         for value in values:
@@ -137,7 +144,10 @@ def read_documents(
 
 
 def read_ranges(
-    ranges: Iterable[tuple[TextFile, int, int]], skipped: Skipped, dropped: Sequence[int] = ()
+    ranges: Iterable[tuple[TextFile, int, int]],
+    skipped: Skipped,
+    dropped: Sequence[int] = (),
+    max_bytes: int | None = None,
 ) -> Iterator[Documents]:
     """The documents of several ranges, as `read_documents` gives them; rows are counted through all of them.
 
@@ -145,10 +155,11 @@ def read_ranges(
         ranges: File, start and stop of each.
         skipped: Counts what is left out, added to while reading.
         dropped: Rows that are left out as duplicates, in order.
+        max_bytes: Longer documents are refused.
     """
     for file, start, stop in ranges:
         first = skipped.rows
-        for batch in read_documents(file, start, stop, skipped):
+        for batch in read_documents(file, start, stop, skipped, max_bytes=max_bytes):
             batch.rows += first
             keep = ~np.isin(batch.rows, dropped) if len(dropped) else np.ones(len(batch.rows), bool)
             skipped.duplicate += int((~keep).sum())
@@ -209,20 +220,24 @@ def _take(batch: Documents, places: np.ndarray) -> Documents:
     return Documents(rows=batch.rows[places], texts=texts, ids=ids)
 
 
-def _table_cells(file: TextFile, start: int, stop: int, batch_bytes: int) -> Iterator[list]:
+def _table_cells(file: TextFile, start: int, stop: int, batch_bytes: int, max_bytes: int | None) -> Iterator[list]:
     for column, keep in read_column(file.path, file.kind, file.column, start, stop, file.filters):
-        rows = len(column)
-        step = max(1, min(rows, int(rows * batch_bytes / max(column.nbytes, 1))))
         places = None if keep is None else np.flatnonzero(keep)
         done = 0
-        for first in range(0, rows, step):
-            cells = to_python(column.slice(first, step))
+        ends = np.cumsum(sizes := cell_bytes(column))
+        _refuse_longer(int(sizes.max(initial=0)), max_bytes, file)
+        first = 0
+        while first < len(column):
+            before = ends[first - 1] if first else 0
+            count = max(1, int(np.searchsorted(ends, before + batch_bytes, side="right")) - first)
+            cells = to_python(column.slice(first, count))
+            first += count
             if places is None:
                 yield cells
                 continue
-            last = int(places[first + len(cells) - 1]) + 1
+            last = int(places[first - 1]) + 1
             values: list = [LEFT_OUT] * (last - done)
-            for place, cell in zip(places[first : first + step].tolist(), cells, strict=True):
+            for place, cell in zip(places[first - count : first].tolist(), cells, strict=True):
                 values[place - done] = cell
             yield values
             done = last
@@ -239,12 +254,20 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def _line_cells(file: TextFile, start: int, stop: int, batch_bytes: int) -> Iterator[list]:
+def _refuse_longer(size: int, max_bytes: int | None, file: TextFile) -> None:
+    if max_bytes is not None and size > max_bytes:
+        raise DocumentTooLongError(
+            f"{file.path} has a document of {size / 1e6:,.1f} MB or more; `memory_limit` leaves room for "
+            f"{max_bytes / 1e6:,.1f} MB.\nRaise the limit, set fewer `workers`, or leave the document out."
+        )
+
+
+def _line_cells(file: TextFile, start: int, stop: int, batch_bytes: int, max_bytes: int | None) -> Iterator[list]:
     parse = _parse_json if file.kind == "jsonl" else _parse_text
     cells: list = []
     size = 0
     place = start
-    for piece in _pieces(file, start, stop):
+    for piece in _pieces(file, start, stop, max_bytes):
         cells.append(parse(piece, file, place))
         place += len(piece)
         size += len(piece)
@@ -290,24 +313,33 @@ def _line_number(file: TextFile, place: int) -> int:
         return 1 + sum(block.count(b"\n") for block in _blocks(stream, 0, place))
 
 
-def _pieces(file: TextFile, start: int, stop: int) -> Iterator[bytes]:
+def _pieces(file: TextFile, start: int, stop: int, max_bytes: int | None = None) -> Iterator[bytes]:
     """The raw bytes of each document, borders included: together they are the whole range."""
     border = {"paragraph": b"\n\n", "document": None}.get(file.kind, b"\n")
     with _open(file.path) as stream:
         if border is None:
+            _refuse_longer(stop - start, max_bytes, file)
             stream.seek(start)
             data = stream.read(stop - start)
             if data:
                 yield data
             return
-        tail = b""
+        # Joined only where a document ends: a long one is not copied again for every block of it.
+        waiting: list[bytes] = []
         for block in _blocks(stream, start, stop):
-            parts = (tail + block).split(border)
+            edge = waiting[-1][1 - len(border) :] if waiting and len(border) > 1 else b""
+            waiting.append(block)
+            if border not in edge + block:
+                _refuse_longer(sum(map(len, waiting)), max_bytes, file)
+                continue
+            parts = b"".join(waiting).split(border)
             tail = parts.pop()
+            waiting = [tail] if tail else []
             for part in parts:
+                _refuse_longer(len(part), max_bytes, file)
                 yield part + border
-        if tail:
-            yield tail
+        if waiting:
+            yield b"".join(waiting)
 
 
 def _open(path: str):

@@ -85,6 +85,13 @@ def pack(
     return _lay_out(*placed, ids, ends - lengths, sequence_length, pad_id)
 
 
+def places_taken(packing: str, lengths: np.ndarray, sequence_length: int, overlap: int = 0) -> np.ndarray:
+    """Places in sequences that documents take by themselves, int64: `pad` fills up their last, `window` repeats."""
+    if packing == "pad":
+        return -(-lengths // sequence_length) * sequence_length
+    return lengths + np.maximum(0, -(-(lengths - sequence_length) // (sequence_length - overlap))) * overlap
+
+
 def _concat(lengths: np.ndarray, sequence_length: int) -> tuple[np.ndarray, ...]:
     """Cut the stream at document ends and at every multiple of the sequence length."""
     document_ends = np.cumsum(lengths)

@@ -17,6 +17,10 @@ from packhorse.errors import SourceError
 
 _COMPARE = {"==": "equal", "!=": "not_equal", "<": "less", "<=": "less_equal", ">": "greater", ">=": "greater_equal"}
 """The functions of pyarrow."""
+LARGE_GROUP = 64 * 2**20
+"""Row groups with more text are not kept, and not read at once."""
+BATCH_BYTES = 2**19
+"""Text that is read of them at a time: so little that long documents, which often stand together, come one by one."""
 
 
 def file_version(path: str) -> tuple[int, ...]:
@@ -103,13 +107,71 @@ def read_column(
     for number in range(metadata.num_row_groups):
         rows = metadata.row_group(number).num_rows
         low, high = max(start, first) - first, min(stop, first + rows) - first
-        if low < high:
+        if low < high and _bytes_of(metadata.row_group(number), column) > LARGE_GROUP:
+            yield from _large_group(path, version, number, column, filters, low, high)
+        elif low < high:
             cells, keep = _row_group(path, version, number, column, filters)
             if keep is None:
                 yield cells.slice(low, high - low), None
             else:
                 yield cells.slice(int(keep[:low].sum()), int(keep[low:high].sum())), keep[low:high]
         first += rows
+
+
+def cell_bytes(column) -> np.ndarray:
+    """Bytes of each cell of a column, int64; null has none."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not len(column):
+        return np.empty(0, np.int64)
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        column, kind = column.cast(kind.value_type), kind.value_type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        sizes = pc.multiply(pc.list_value_length(column), 8)
+    elif pa.types.is_null(kind):
+        return np.zeros(len(column), np.int64)
+    else:
+        sizes = pc.binary_length(column)
+    return pc.fill_null(sizes, 0).to_numpy().astype(np.int64)
+
+
+def _bytes_of(group, name: str) -> int:
+    columns = map(group.column, range(group.num_columns))
+    return sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] == name)
+
+
+def _large_group(
+    path: str, version: tuple[int, ...], number: int, column: str, filters: tuple[str, ...], low: int, high: int
+) -> Iterator[tuple[Any, np.ndarray | None]]:
+    """As `read_column`, for rows of a row group that is too large to be kept: some rows at a time."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    group = _open_parquet(path, version).metadata.row_group(number)
+    comparisons = parse_filters(filters)
+    if filters and is_excluded(group, comparisons):
+        yield pa.nulls(0, pa.string()), np.zeros(high - low, bool)
+        return
+    batch_rows = max(1, group.num_rows * BATCH_BYTES // _bytes_of(group, column))
+    columns = list(dict.fromkeys([column, *(comparison.column for comparison in comparisons)]))
+    first = 0
+    try:
+        # Read, not mapped, and page after page.
+        with pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as file:
+            for batch in file.iter_batches(batch_rows, row_groups=[number], columns=columns, use_threads=False):
+                rows = pa.table(batch).slice(
+                    max(0, low - first), max(0, min(high, first + len(batch)) - max(low, first))
+                )
+                first += len(batch)
+                if len(rows):
+                    keep = _keep(rows, comparisons) if filters else None
+                    yield (rows.column(column) if keep is None else rows.column(column).filter(keep)), keep
+                if first >= high:
+                    return
+    except (pa.ArrowException, OSError) as error:
+        raise SourceError(f"Row group {number} of the parquet file {path} cannot be read: {error}") from None
 
 
 def is_excluded(group, comparisons: tuple[Comparison, ...]) -> bool:
