@@ -54,7 +54,6 @@ def export_rows(cache: Cache, target: Path) -> dict[str, int]:
     if target.exists():
         raise SettingsError(f"{target} exists. Name another folder, or remove it.")
     from datasets import Dataset, DatasetDict, Features, List, Value
-    from datasets.exceptions import DatasetGenerationError
 
     store.make_folder(target.parent)
     kinds = {"input_ids": "int32", "attention_mask": "int8", "labels": "int32"}
@@ -62,16 +61,9 @@ def export_rows(cache: Cache, target: Path) -> dict[str, int]:
     with tempfile.TemporaryDirectory(prefix=store.TEMPORARY, dir=target.parent) as scratch:
         sides = {}
         for split in ("train", "eval"):
-            if not cache.num_sequences(split):
-                sides[split] = Dataset.from_dict({name: [] for name in kinds}, features=features)
-                continue
-            of = {"folder": str(cache.folder), "num_chunks": cache.snapshot.num_chunks, "split": split}
-            try:
-                sides[split] = Dataset.from_generator(
-                    _rows, features=features, cache_dir=f"{scratch}/arrow", gen_kwargs=of
-                )
-            except DatasetGenerationError as error:
-                raise error.__cause__ or error from None
+            arrow = Path(scratch) / f"{split}.arrow"
+            _write_arrow(cache, split, arrow, features.arrow_schema)
+            sides[split] = Dataset.from_file(str(arrow))
         done = Path(scratch) / "done"
         # `datasets` cannot load what it saved in no shard.
         shards = {split: 1 + side.data.nbytes // SHARD_BYTES for split, side in sides.items()}
@@ -137,11 +129,15 @@ def _overlap(metadata: Path) -> int:
         return 0
 
 
-def _rows(folder: str, num_chunks: int, split: Split) -> Iterator[dict[str, np.ndarray]]:
-    cache = Cache(folder, num_chunks)
-    for number in range(num_chunks):
-        reader = cache.chunk(number)
-        ids, mask, labels = rows_of(reader, cache.recipe)
-        train = reader.header.num_train
-        for row in range(train) if split == "train" else range(train, len(ids)):
-            yield {"input_ids": ids[row], "attention_mask": mask[row], "labels": labels[row]}
+def _write_arrow(cache: Cache, split: Split, path: Path, schema) -> None:
+    """Write the rows of a side as one arrow file, a chunk at a time."""
+    import pyarrow as pa
+
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
+        for number in range(cache.snapshot.num_chunks):
+            reader = cache.chunk(number)
+            train = reader.header.num_train
+            rows = slice(0, train) if split == "train" else slice(train, None)
+            flat = (pa.array(column[rows].reshape(-1)) for column in rows_of(reader, cache.recipe))
+            columns = [pa.FixedSizeListArray.from_arrays(values, cache.sequence_length) for values in flat]
+            stream.write_table(pa.Table.from_arrays([pa.chunked_array([c]) for c in columns], schema=schema))

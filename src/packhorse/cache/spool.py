@@ -105,7 +105,10 @@ def write_documents(documents: list[Document], target: Path) -> None:
     if any(isinstance(cell, np.ndarray) for cell in cells):
         if any(isinstance(cell, str) for cell in cells):
             raise SourceError("A source gave texts and lists of ids mixed: it must give one kind.")
-        column = pa.array(cells, pa.list_(pa.int64()))
+        lengths = [0 if cell is None else len(cell) for cell in cells]
+        ids = np.concatenate([np.empty(0, np.int64), *(cell for cell in cells if cell is not None)]).astype(np.int64)
+        borders = pa.array(np.cumsum([0, *lengths]), pa.int64())
+        column = pa.LargeListArray.from_arrays(borders, pa.array(ids), mask=pa.array([c is None for c in cells]))
     else:
         # As bytes, because a Python string may hold what is not Unicode; the reader counts and skips that.
         data = [None if cell is None else cell.encode("utf-8", "surrogatepass") for cell in cells]

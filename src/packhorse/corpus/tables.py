@@ -243,7 +243,8 @@ def to_python(column) -> list:
 
     kind = column.type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return [None if cell is None else to_ids(cell) for cell in column.to_pylist()]
+        ids = _integer_lists(column)
+        return ids if ids is not None else [None if cell is None else to_ids(cell) for cell in column.to_pylist()]
     if pa.types.is_dictionary(kind):
         column = column.cast(kind.value_type)
     try:
@@ -251,6 +252,23 @@ def to_python(column) -> list:
         return (column.cast(pa.large_string()) if _is_binary(kind) else column).to_pylist()
     except (UnicodeDecodeError, pa.ArrowInvalid):
         return [_decode(cell) for cell in column.cast(pa.large_binary()).to_pylist()]
+
+
+def _integer_lists(column) -> list | None:
+    """The cells of a column of lists of whole numbers, without a Python object for each number; None for others."""
+    import pyarrow as pa
+
+    lists: list[np.ndarray | None] = []
+    for part in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
+        if pa.types.is_fixed_size_list(part.type) or not pa.types.is_integer(part.type.value_type):
+            return None
+        if part.values.null_count:
+            return None
+        ids, offsets = part.values.to_numpy(), part.offsets.to_numpy()
+        is_there = part.is_valid().to_numpy(zero_copy_only=False).tolist()
+        borders = zip(is_there, offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+        lists += [ids[start:stop] if there else None for there, start, stop in borders]
+    return lists
 
 
 def to_ids(cell: list) -> np.ndarray | object:
