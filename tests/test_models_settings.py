@@ -83,6 +83,7 @@ def test_a_subset_of_layers_streams_saves_and_loads(tmp_path):
         cache = InfiniCache(model.config)
         streamed = torch.cat([model(x, past_key_values=cache).logits for x in input_ids.split(5, 1)], 1)
     torch.testing.assert_close(streamed, model(input_ids).logits, rtol=1e-4, atol=1e-5)
+    assert ["memory" in layer.tensors for layer in cache.layers] == [True, False, True]
     model.save_pretrained(tmp_path)
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"]

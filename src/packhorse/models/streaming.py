@@ -52,11 +52,16 @@ class StreamStep:
 
 
 class InfiniCacheLayer(CacheLayerMixin):
-    """One layer's open segment and memory."""
+    """One layer's open segment and memory.
 
-    def __init__(self, settings: InfiniAttentionConfig) -> None:
+    Args:
+        settings: Of the model.
+        has_memory: Whether this layer has one.
+    """
+
+    def __init__(self, settings: InfiniAttentionConfig, has_memory: bool = True) -> None:
         super().__init__()
-        self.settings = settings
+        self.settings, self.has_memory = settings, has_memory
         self.tensors: dict[str, Tensor] = {}
 
     def put(self, key_BPGK: Tensor, value_BPGK: Tensor, step: StreamStep) -> tuple[Tensor, Tensor]:
@@ -94,9 +99,12 @@ class InfiniCacheLayer(CacheLayerMixin):
         self.tensors = {
             "keys": key_BPGK.new_zeros(rows, places, num_groups, size),
             "values": value_BPGK.new_zeros(rows, places, num_groups, size),
-            "memory": key_BPGK.new_zeros(rows, num_groups, size, size, dtype=wide),
-            "normalizer": key_BPGK.new_zeros(rows, num_groups, size, dtype=wide),
         }
+        if self.has_memory:
+            self.tensors |= {
+                "memory": key_BPGK.new_zeros(rows, num_groups, size, size, dtype=wide),
+                "normalizer": key_BPGK.new_zeros(rows, num_groups, size, dtype=wide),
+            }
         self.is_initialized = True
 
     def reset(self) -> None:
@@ -162,7 +170,8 @@ class InfiniCache(Cache):
 
     def __init__(self, config) -> None:
         settings: InfiniAttentionConfig = config.infini_attention
-        super().__init__(layers=[InfiniCacheLayer(settings) for _ in range(config.num_hidden_layers)])
+        has_memory = [settings.turn_on_memory and settings.has_memory(n) for n in range(config.num_hidden_layers)]
+        super().__init__(layers=[InfiniCacheLayer(settings, has) for has in has_memory])
         self.segment_length = settings.segment_length
         self.num_columns = 0
         self.seen_B: Tensor | None = None
