@@ -1,16 +1,23 @@
 """Laws of losses by segment: every prediction counts once, where it stands, whatever the batch and the rank."""
 
+import json
+import os
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from conftest import make_texts, write_jsonl
 from packhorse.evaluation.perplexity import MemoryLoss, memory_losses, table_lines
 from packhorse.models import InfiniLlamaConfig, InfiniLlamaForCausalLM
 from packhorse.training.batches import derive
 
 SEGMENT = 8
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -128,3 +135,44 @@ def test_the_sums_survive_a_cast_to_bf16():
     metric = MemoryLoss().to(torch.bfloat16)
     metric.update("on", torch.full((5_000,), 1.001), torch.zeros(5_000, dtype=torch.long), SEGMENT)
     assert metric.compute()["segment"]["0"]["on"] == (pytest.approx(1.001, rel=1e-6), 5_000)
+
+
+@pytest.mark.slow
+def test_two_processes_tell_what_one_tells(tmp_path):
+    """Real processes, gloo: the table of `test`, but for documents that lend each other memories in other batches."""
+    write_jsonl(tmp_path / "corpus.jsonl", make_texts(300))
+    config = {
+        "data": {
+            "source": str(tmp_path / "corpus.jsonl"),
+            "tokenizer": str(tmp_path / "tokenizer"),
+            "train_tokenizer": 300,
+            "sequence_length": 64,
+            "cache_dir": str(tmp_path / "cache"),
+            "workers": 0,
+            "micro_batch_size": 4,
+            "eval_share": 0.3,
+        },
+        "model": {
+            "config": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
+            "infini_attention": {"segment_length": 8, "balance_init_type": "randn"},
+            "schedule": {"warmup_steps": 0},
+        },
+        "trainer": {"accelerator": "cpu", "max_steps": 3, "logger": False, "limit_val_batches": 0},
+        "checkpoint": {"dirpath": str(tmp_path / "checkpoints")},
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+
+    def tell(command: str, *arguments: str) -> list[list[str]]:
+        line = [sys.executable, str(ROOT / "main.py"), command, "--config", "config.yaml", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        _, _, table = done.stdout.partition("Nats per token by segment")
+        return [words for words in map(str.split, table.splitlines()) if len(words) == 5 and words[0][0].isdigit()]
+
+    tell("fit")
+    one = tell("test", "--ckpt_path", "checkpoints/last.ckpt")
+    two = tell("test", "--ckpt_path", "checkpoints/last.ckpt", "--trainer.devices=2", "--trainer.strategy=ddp")
+    assert len(one) == len(two) > 8
+    for alone, together in zip(one, two, strict=True):
+        assert alone[:2] == together[:2], "spans and how many tokens are in them"
+        assert [float(x) for x in alone[2:4]] == pytest.approx([float(x) for x in together[2:4]], abs=2e-4)
