@@ -30,7 +30,18 @@ from packhorse.cache.snapshot import Index, next_digest
 from packhorse.cache.suspects import Suspects
 from packhorse.cache.workers import Workers, usable_cores
 from packhorse.corpus.tokenizer import locate_tokenizer, read_tokenizer
-from packhorse.errors import CacheError, EngineMismatch, PackhorseError
+from packhorse.errors import (
+    CacheCorruptionError,
+    CacheError,
+    CacheIncompleteError,
+    EngineMismatch,
+    PackhorseError,
+    StorageFullError,
+    StorageIOError,
+)
+
+DISK_ERRORS = (StorageFullError, StorageIOError)
+"""These end a repair: nothing that is written later would fare better."""
 
 MANY_CHUNKS = 4
 """For fewer chunks no processes are started: they are built here meanwhile."""
@@ -127,6 +138,8 @@ class _Work:
                 self._identity()
             identity = read_identity(self.folder)
             plan = Plan(self.folder)
+        except DISK_ERRORS:
+            raise
         except PackhorseError as error:
             self.result.refused.append(str(error))
             return
@@ -214,6 +227,8 @@ class _Work:
                 entry = plan.entry(known.chunk)
                 files = {number: locations.locate(number) for number, _, _ in entry}
                 jobs.append(Job(chunk=known.chunk, ranges=entry, files=files, dropped=plan.dropped(known.chunk)))
+            except DISK_ERRORS:
+                raise
             except (PackhorseError, IndexError) as error:
                 self._refuse(f"chunk {known.chunk}: {error}")
         if not jobs:
@@ -225,6 +240,8 @@ class _Work:
                 break
             except EngineMismatch:
                 continue  # the reference does not differ from itself
+            except DISK_ERRORS:
+                raise
             except PackhorseError as error:
                 self._refuse(str(error))
                 break
@@ -296,7 +313,7 @@ class _Work:
         try:
             check_metadata(self.folder, identity.recipe, num_chunks)
         except (FileNotFoundError, CacheError):
-            with suppress(CacheError):  # a record that is still missing
+            with suppress(CacheIncompleteError, CacheCorruptionError):  # a record that is still missing
                 write_metadata(self.folder, identity.recipe, num_chunks)
                 self.result.mended.append("metadata.json was derived again from the records.")
 
