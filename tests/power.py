@@ -11,6 +11,7 @@ A folder whose own name is lost is lost with all that is in it.
 
 import itertools
 import math
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,11 +85,12 @@ class PowerCut:
                 self._change({more[0]: self.now[path]})
             case "unlink":
                 self._change({path: GONE})
-            case "rename" | "replace" if Path(path).parent == Path(more[0]).parent:
+            case "rename" if Path(path).parent == Path(more[0]).parent:
                 self._change({more[0]: self.now[path], path: GONE})
             case "rename":
-                self._change({more[0]: self.now[path]})
-                self._change({path: GONE})
+                moved = {name: file for name, file in self.now.items() if name == path or name.startswith(f"{path}/")}
+                self._change({more[0] + name.removeprefix(path): file for name, file in moved.items()})
+                self._change(dict.fromkeys(moved, GONE))
             case "write":
                 self.now[path].writes.append(more[0])
             case "fsync" if self.now[path] is None:
@@ -99,7 +101,8 @@ class PowerCut:
                 self.now[path].sync()
             case "moved":
                 self.there[more[0]] = [self.now[more[0]]]
-                self.gone.append((path, self.now[more[0]]))
+                if self.now[more[0]] is not None:
+                    self.gone.append((path, self.now[more[0]]))
             case "there":
                 self.there[path] = [self.now[path]]
             case "settled":
@@ -150,10 +153,11 @@ class PowerCut:
 
 
 def write_tree(tree: Tree, root: Path, target: Path) -> None:
-    """Make a folder hold what is left of `root`."""
+    """Make a folder hold what is left of `root`; when it is looked at, nothing is young any more."""
     for path, (file, content) in tree.items():
         place = target / Path(path).relative_to(root)
         place.mkdir() if file is None else place.write_bytes(content)
+        os.utime(place, (0, 0))
 
 
 def _is_settled(name: str, folder: str) -> bool:

@@ -5,6 +5,7 @@ Crashes, power cuts and disks that refuse are tried on each of these.
 
 import dataclasses
 import gzip
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,11 @@ import numpy as np
 
 from conftest import all_tokens, file_bytes, make_texts, payloads, write_jsonl
 from packhorse.cache import CacheSettings, open_cache, store, update_cache
+from packhorse.cache.cleanup import clean, find_leftovers
 from packhorse.cache.record import chunk_path, read_record, record_path
+from packhorse.cache.repair import repair_cache
+from packhorse.cache.selection import Selection
+from packhorse.cache.update import build_selection, folder_of
 from packhorse.errors import CacheError, CacheIncompleteError
 
 TEXTS = make_texts(26, words=16)
@@ -57,13 +62,21 @@ def visible_is_right(settings: CacheSettings, expected, at_least: int = 0, is_da
     assert np.array_equal(tokens, all_tokens(expected)[: len(tokens)])
 
 
+def build(settings: CacheSettings) -> None:
+    """What most is about."""
+    update_cache(settings, quiet=True)
+
+
 @dataclass(frozen=True)
 class Scenario:
     """Something that a cache goes through."""
 
     prepare: Callable[[Path, Path, Path], CacheSettings]
     """(folder of sources, cache_dir, tokenizer) -> what is asked for; makes what is there before."""
-    act: Callable[[CacheSettings], object] = lambda settings: update_cache(settings, quiet=True)
+    act: Callable[[CacheSettings], object] = build
+    """What is asked for."""
+    recover: Callable[[CacheSettings], object] = build
+    """What is done after a crash."""
     keeps: int = 0
     """Chunks that can be opened before, and therefore always."""
     is_damaged: bool = False
@@ -89,6 +102,12 @@ def grown(sources: Path, folder: Path, tokenizer: Path) -> CacheSettings:
     settings = fresh(sources, folder, tokenizer)
     update_cache(settings, quiet=True)
     write_jsonl(sources / "a.jsonl", TEXTS[14:], "a")
+    return settings
+
+
+def whole(sources: Path, folder: Path, tokenizer: Path) -> CacheSettings:
+    settings = fresh(sources, folder, tokenizer)
+    update_cache(settings, quiet=True)
     return settings
 
 
@@ -120,6 +139,57 @@ def engine_wrong(sources: Path, folder: Path, tokenizer: Path) -> CacheSettings:
     return settings
 
 
+def all_damaged(sources: Path, folder: Path, tokenizer: Path) -> CacheSettings:
+    """A record, a chunk, the index and the copy of the tokenizer are damaged."""
+    settings = fresh(sources, folder, tokenizer)
+    cache = update_cache(settings, quiet=True)
+    chunk = chunk_path(cache.folder, 1, read_record(cache.folder, 1).file_sha256)
+    index = next((cache.folder / "index").iterdir())
+    for path in (record_path(cache.folder, 0), chunk, cache.folder / "tokenizer" / "tokenizer.json"):
+        path.write_bytes(path.read_bytes()[:-9] + bytes(9))
+    index.write_bytes(index.read_bytes()[:-1])
+    return settings
+
+
+def left_over(sources: Path, folder: Path, tokenizer: Path) -> CacheSettings:
+    """Dead builders left temporary files, a page of the index, and a chunk without a record."""
+    settings = fresh(sources, folder, tokenizer)
+    cache = update_cache(settings, quiet=True)
+    page = next((cache.folder / "index").iterdir())
+    for path in (
+        cache.folder / "chunks/000000/.tmp-1-a",
+        cache.folder / "records/000000/.tmp-1-b",
+        cache.folder / "chunks/000000/00000099-0123456789abcdef.chunk",
+        page.with_name("000000000-0001.idx"),
+    ):
+        path.write_bytes(b"half")
+        os.utime(path, (0, 0))
+    return settings
+
+
+def repair(settings: CacheSettings) -> None:
+    """Repair, and go on."""
+    repair_cache(folder_of(settings), settings)
+    update_cache(settings, quiet=True)
+
+
+def clean_up(settings: CacheSettings) -> None:
+    """Remove what was left over."""
+    folder = folder_of(settings)
+    clean(find_leftovers(folder), folder)
+
+
+def clean_and_build(settings: CacheSettings) -> None:
+    """After a crash one cleans up again."""
+    clean_up(settings)
+    build(settings)
+
+
+def start_over(settings: CacheSettings) -> None:
+    """Build everything anew, although nothing is wrong."""
+    build_selection(settings, Selection(), start_over=True, quiet=True)
+
+
 SCENARIOS = {
     "fresh": Scenario(fresh),
     "stream": Scenario(stream),
@@ -128,6 +198,9 @@ SCENARIOS = {
     "file lost": Scenario(file_lost, is_damaged=True),
     "file damaged": Scenario(file_damaged, is_damaged=True),
     "engine wrong": Scenario(engine_wrong, is_damaged=True),
+    "all damaged": Scenario(all_damaged, repair, recover=repair, is_damaged=True),
+    "left over": Scenario(left_over, clean_up, recover=clean_and_build, keeps=3),
+    "start over": Scenario(whole, start_over, is_damaged=True),
 }
 
 
@@ -147,6 +220,11 @@ class Stage:
     def act(self, settings: CacheSettings) -> object:
         """Do what is asked for."""
         return self.scenario.act(settings)
+
+    def recovers(self, settings: CacheSettings) -> bool:
+        """Whether all is as it should be, after the next run."""
+        self.scenario.recover(settings)
+        return same_cache(open_cache(settings), open_cache(self.expected))
 
     def again(self, name: str) -> CacheSettings:
         """The settings for a fresh copy of what is there before, under another name."""

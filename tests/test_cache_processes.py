@@ -200,7 +200,7 @@ def test_eight_builders_that_are_killed_and_stopped_make_each_chunk_once(seed, l
     with builders_of(each) as builders:
         kills, stops = disturb(builders, each, draw)
     print(f"seed {seed}: {kills} kills, {stops} stops, {expected.snapshot.num_chunks} chunks", flush=True)
-    assert kills + stops > 20
+    assert kills + stops > 10
     cache = open_cache(next(Path(settings["cache_dir"]).glob("*/recipe.json")).parent)
     assert same_cache(cache, expected)
 
