@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from conftest import WORDS, make_texts
-from packhorse.cache import CacheSettings, places
+from packhorse.cache import CacheSettings, places, space
 from packhorse.cache.commands import run_cache_command
 from packhorse.cache.estimate import estimate_cache
-from packhorse.errors import SourceError
+from packhorse.errors import SourceError, StorageFullError
 
 SEEDS = 30
 
@@ -121,6 +121,32 @@ def test_a_stream_is_estimated_by_what_it_says_of_its_size_or_by_max_documents(g
     assert by_count.tokens.estimate == pytest.approx(by_size.tokens.estimate, rel=0.1)
     with pytest.raises(SourceError, match="does not say how much text it has"):
         estimate_cache(settings_for(texts, gpt2_like, tmp_path))
+
+
+def test_a_build_that_would_not_fit_is_refused_before_its_first_chunk(build, skewed, gpt2_like, tmp_path, monkeypatch):
+    source = str(skewed / "a.parquet")
+    estimate = estimate_cache(settings_for(source, gpt2_like, tmp_path, compression="max"))
+    usage = namedtuple("usage", "total used free")
+    free = int(estimate.disk_bytes.low * 0.9)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, free))
+    same = {"sequence_length": 64, "sequences_per_chunk": 250, "eval_share": 0.02, "compression": "max"}
+    with pytest.raises(StorageFullError, match=r"may take .* MB, and the disk has .* MB left; nothing was built"):
+        build(source, **same)
+    assert not list((tmp_path / "cache").rglob("*.chunk"))
+    free = int(estimate.disk_bytes.high * 1.1)
+    raw = 2 * estimate.tokens.estimate
+    assert free < raw, "so that the sources must be looked at"
+    cache = build(source, **same)
+    assert cache.summary.documents == 3_000
+    monkeypatch.setattr(space, "estimate_cache", None)
+    build(source, **same)  # nothing is missing: nothing is looked at
+
+
+def test_a_stream_that_would_not_fit_is_refused_by_its_plan(build, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 3_000))
+    with pytest.raises(StorageFullError, match="nothing was built"):
+        build(make_texts(200))
 
 
 def test_the_command_says_whether_the_disk_is_large_enough(skewed, gpt2_like, tmp_path, capsys, monkeypatch):

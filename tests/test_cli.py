@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -324,6 +325,23 @@ def test_a_command_without_the_weights_it_needs_is_refused_with_status_2(config,
     assert main([arguments[0], "--config", str(config), *arguments[1:]]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "cache").exists()
+
+
+def test_preview_counts_what_raised_limits_will_add_to_a_cache(config, tmp_path, capsys):
+    few = ["--config", str(config), "--data.max_documents", "20"]
+    assert main(["cache", "build", *few]) == 0
+    capsys.readouterr()
+
+    def told(arguments: list[str]) -> tuple[int, str]:
+        assert main(["preview", *arguments]) == 0
+        line = next(line for line in capsys.readouterr().out.splitlines() if "train sequences" in line)
+        return int(re.search(r"about ([\d,]+) train", line)[1].replace(",", "")), line
+
+    there, line = told(few)
+    assert "is there" in line
+    more, line = told(["--config", str(config)])
+    assert "so far and will grow" in line
+    assert more > 1.5 * there
 
 
 def test_preview_refuses_a_column_that_is_not_there(config, tmp_path, capsys):

@@ -388,3 +388,33 @@ def test_a_source_by_class_path_refuses_keys_that_nobody_would_read():
     spec = {"class_path": "packhorse.corpus.sample.SampleCorpus", "init_args.megabytes": 1}
     with pytest.raises(SourceError, match=r"has no init_args\.megabytes"):
         open_sources(spec)
+
+
+def test_a_line_of_invalid_json_stops_a_build_until_it_is_to_be_skipped(build, tmp_path):
+    texts = make_texts(120, seed=7)
+    path = write_jsonl(tmp_path / "a.jsonl", texts[:90])
+    with path.open("a") as file:
+        file.write('{"text": "cut off\n[1, 2]\n')
+    write_jsonl(path, texts[90:], mode="a")
+    with pytest.raises(SourceError, match=r"line 91 is not valid JSON(.|\n)*invalid_rows: skip"):
+        build(str(path))
+    built = {p.name: p.stat().st_mtime_ns for p in tmp_path.rglob("*.chunk")}
+    assert built
+    cache = build(str(path), invalid_rows="skip")
+    assert texts_in(cache) == texts
+    assert cache.summary.rows_invalid == 2
+    assert built.items() <= {p.name: p.stat().st_mtime_ns for p in tmp_path.rglob("*.chunk")}.items()
+
+
+@pytest.mark.parametrize(
+    "source", [lambda: iter([]), lambda: [], lambda: lambda: iter([])], ids=["once", "list", "function"]
+)
+def test_an_empty_stream_leaves_no_empty_cache(build, tmp_path, source):
+    with pytest.raises(SourceError, match="have no text"):
+        build(source())
+    assert not list(tmp_path.rglob("recipe.json"))
+
+
+def test_a_source_that_can_be_read_once_is_not_read_to_see_whether_it_is_empty(build):
+    texts = make_texts(30)
+    assert texts_in(build(iter(texts))) == texts

@@ -7,6 +7,7 @@ page. What is not selected is left to others.
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from packhorse.cache.record import Record, committed_chunks, read_record, refuse
 from packhorse.cache.selection import Selection, ranges
 from packhorse.cache.settings import CacheSettings
 from packhorse.cache.snapshot import Index
+from packhorse.cache.space import refuse_small_disk
 from packhorse.cache.staff import Staff
 from packhorse.cache.states import ChunkStates, find_states, is_built
 from packhorse.cache.suspects import Suspects
@@ -232,6 +234,8 @@ class Building:
             for number in {number for number, _, _ in entry}:
                 self._waiting[number] = self._waiting.get(number, 0) + 1
         selected = [chunk for chunk in entries if chunk in self.selection]
+        if selected:
+            refuse_small_disk(self.settings, self.recipe, self.folder, self.plan, selected)
         for chunk in selected:
             self.progress.planned(1, self.plan.page(chunk).chunk_bytes)
         yield from (job for chunk in selected if (job := self._job(chunk)) is not None)
@@ -245,7 +249,9 @@ class Building:
             # Again: its builder may have committed it and dropped the claim just now.
             if not is_built(self.folder, chunk):
                 entry = self.plan.entry(chunk)
-                files = {number: self.planner.locations.locate(number) for number, _, _ in entry}
+                is_strict = self.settings.invalid_rows == "error"
+                located = {number: self.planner.locations.locate(number) for number, _, _ in entry}
+                files = {number: replace(file, is_strict=is_strict) for number, file in located.items()}
                 return Job(
                     chunk=chunk,
                     ranges=entry,

@@ -29,6 +29,8 @@ class CacheSettings:
     deduplicate: Literal["none", "exact"] = "none"
     """`exact` keeps only the first of documents that are the same to the byte, wherever they are. Takes one more pass
     over the text, and 16 bytes of memory for each document (48 for moments)."""
+    invalid_rows: Literal["error", "skip"] = "error"
+    """A line that is not valid JSON stops the build, or is left out and counted."""
     sample_by: Literal["line", "paragraph", "document"] = "line"
     """What a document of a txt file is, as in `datasets`; `document` takes a whole file as one."""
     max_documents: int | None = None

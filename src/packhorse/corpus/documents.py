@@ -49,6 +49,8 @@ class TextFile:
     """The column of a table, or the key of a JSON line. Its values are texts, or lists of ids."""
     filters: tuple[str, ...] = ()
     """Which rows are documents: see `filters.py`."""
+    is_strict: bool = False
+    """Whether a line that is not valid JSON is an error; else it is left out and counted."""
 
     @property
     def counts_rows(self) -> bool:
@@ -294,10 +296,12 @@ def _parse_json(piece: bytes, file: TextFile, place: int) -> object:
     except UnicodeDecodeError:
         return piece  # counted as invalid
     except (ValueError, RecursionError) as error:
+        if not file.is_strict:
+            return piece
         raise SourceError(
             f"{file.path}, line {_line_number(file, place)} is not valid JSON: {error}.\n"
-            "Mend or remove the line. If chunks of this file were already built, the mended file is another one: set "
-            "`name` to build another cache of it."
+            "Set `invalid_rows: skip` to leave such lines out and count them: what was built stays, and the same "
+            "command goes on. A mended file is another file: to build from one, set `name`, for another cache."
         ) from None
     try:
         if not passes(row, parse_filters(file.filters)):

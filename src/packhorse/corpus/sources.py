@@ -15,6 +15,7 @@ spooled to files piece by piece. Its documents are texts, or arrays of ids (then
 import glob
 import importlib
 import inspect
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,6 +55,10 @@ class Stream:
     """Equal means that the same documents would come again; None means that one has to look."""
     text_bytes: int | None = None
     """About how much text it has, if it says so."""
+    is_empty: bool = False
+    """Whether it is known to have nothing."""
+    is_once: bool = False
+    """Whether it can be read only once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,12 +168,19 @@ def check_sources(sources: list[Source]) -> None:
     plain = [file.file for file in files if not file.packed]
     for file in plain:
         check_column(file)
+    # What can be read only once has shown its first document already.
+    if sources and all(isinstance(source, Stream) and _is_empty(source) for source in sources):
+        raise SourceError(f"The sources have no text: {', '.join(source.key for source in sources)} gave no document.")
     has_text = any(next(read_documents(file, 0, file_length(file), Skipped(), 2**16), None) for file in plain)
     if not has_text and len(plain) == len(files) and all(isinstance(source, Files) for source in sources):
         raise SourceError(
             f"The sources have no text: {', '.join(source.key for source in sources)} is empty, or all rows are null, "
             "empty, not valid text or left out by `filters`."
         )
+
+
+def _is_empty(source: Stream) -> bool:
+    return source.is_empty or (not source.is_once and next(source.read(0), source) is source)
 
 
 def _from_class(spec: dict[str, Any], reading: Reading) -> Source:
@@ -204,7 +216,8 @@ def _from_function(make: Callable[[], Any], key: str, reading: Reading) -> Sourc
 def _from_iterable(iterable: Any, key: str, reading: Reading) -> Source:
     if not isinstance(iterable, Iterable):
         raise SourceError(f"The source {key} is not an iterable of texts, rows or ids.")
-    if isinstance(iterable, Iterator):
+    is_once = isinstance(iterable, Iterator)
+    if is_once:
         iterable = _Once(iterable, key)
     fingerprint = getattr(iterable, "fingerprint", None)
     return Stream(
@@ -212,6 +225,8 @@ def _from_iterable(iterable: Any, key: str, reading: Reading) -> Source:
         read=_skipping(lambda: (_document(item, reading, key) for item in iterable)),
         fingerprint=str(fingerprint) if fingerprint is not None else None,
         text_bytes=getattr(iterable, "text_bytes", None),
+        is_once=is_once,
+        is_empty=is_once and iterable.is_empty,
     )
 
 
@@ -219,7 +234,9 @@ class _Once:
     """An iterator: a second reading would silently begin in its middle."""
 
     def __init__(self, iterator: Iterator, key: str) -> None:
-        self._iterator: Iterator | None = iterator
+        first = list(itertools.islice(iterator, 1))
+        self.is_empty = not first
+        self._iterator: Iterator | None = itertools.chain(first, iterator)
         self._key = key
 
     def __iter__(self) -> Iterator:

@@ -7,17 +7,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from packhorse.cache import CacheSettings, open_cache
-from packhorse.cache.cuts import range_weight
+from packhorse.cache.estimate import estimate_cache
+from packhorse.cache.plan import Plan
 from packhorse.cache.tokenizers import sample_texts, train_on
-from packhorse.corpus.documents import file_length
 from packhorse.corpus.engines import Reference
 from packhorse.corpus.files import columns_of
 from packhorse.corpus.sources import Deferred, Files, Source
 from packhorse.corpus.tokenizer import TokenizerContent, locate_tokenizer, read_tokenizer
-from packhorse.errors import CacheIncompleteError, TokenizerError
+from packhorse.errors import CacheIncompleteError, SourceError, TokenizerError
 
 DOCUMENTS = 3
 SAMPLE_TEXTS = 200
+PLACES = 60
+"""Of the sources, to estimate their size."""
 
 
 def preview(cli: Any) -> int:
@@ -53,7 +55,7 @@ def preview(cli: Any) -> int:
     if size is not None and size < facts.vocab_size:
         raise TokenizerError(f"The tokenizer has {facts.vocab_size:,} entries, the model's vocabulary {size:,}.")
     print("\n".join(_model_lines(cli, facts.vocab_size)))
-    print("\n".join(_run_lines(cli, settings, sources, texts, engine)))
+    print("\n".join(_run_lines(cli, settings)))
     return 0
 
 
@@ -103,16 +105,12 @@ def _model_lines(cli: Any, vocab_size: int) -> list[str]:
     ]
 
 
-def _run_lines(cli: Any, settings: Any, sources: list[Source], texts: list[str], engine: Reference | None) -> list[str]:
+def _run_lines(cli: Any, settings: Any) -> list[str]:
     trainer = cli.trainer
-    try:
-        caches = [open_cache(each) for each in settings.caches.values()]
-        sequences = sum(cache.num_sequences("train") for cache in caches)
-        how = ", ".join(f"the cache {cache.folder} is there" for cache in caches)
-    except (CacheIncompleteError, TokenizerError):
-        sequences, how = _estimate(settings, sources, texts, engine), "an estimate; there is no cache yet"
+    found = [_sequences(each) for each in settings.caches.values()]
     lines = ["\nRun"]
-    if sequences is None:
+    sequences, how = sum(count or 0 for count, _ in found), ", ".join(how for _, how in found)
+    if any(count is None for count, _ in found):
         return [*lines, "  the length of a stream is known when it was read"]
     batch = trainer.world_size * settings.micro_batch_size * trainer.accumulate_grad_batches
     limits = []
@@ -130,23 +128,26 @@ def _run_lines(cli: Any, settings: Any, sources: list[Source], texts: list[str],
     ]
 
 
-def _estimate(settings: Any, sources: list[Source], texts: list[str], engine: Reference | None) -> int | None:
-    """Train sequences, from the size of the files and the tokens per byte of some texts."""
-    size = 0.0
-    for source in sources:
-        source = source.open() if isinstance(source, Deferred) else source
-        if not isinstance(source, Files):
-            if source.text_bytes is None:
-                return None
-            size += source.text_bytes
-            continue
-        if any(file.packed for file in source.files):
-            return None
-        size += sum(range_weight(file.file, 0, file_length(file.file)) for file in source.files)
-    if engine is None or not texts:
-        return None
-    text_bytes = sum(len(text.encode()) for text in texts)
-    if settings.max_documents is not None:
-        size = min(size, settings.max_documents * text_bytes / len(texts))
-    tokens = len(engine.encode(texts)[0]) + len(texts) * settings.add_eos
-    return round(size * tokens / text_bytes * (1 - settings.eval_share) / settings.sequence_length)
+def _sequences(settings: CacheSettings) -> tuple[int | None, str]:
+    """Train sequences of a cache, and how they are known; None when nobody can know before reading."""
+    try:
+        cache = open_cache(settings)
+        there = cache.num_sequences("train")
+        if not _will_grow(settings, Plan(cache.folder)):
+            return there, f"the cache {cache.folder} is there"
+        how = f"an estimate; the cache {cache.folder} has {there:,} so far and will grow"
+    except (CacheIncompleteError, TokenizerError):
+        there, how = 0, "an estimate; there is no cache yet"
+    try:
+        found = estimate_cache(settings, places=PLACES).sequences.estimate
+    except SourceError:
+        return there or None, "what is there; more will be known when the stream was read" if there else ""
+    return max(there, round(found * (1 - settings.eval_share))), how
+
+
+def _will_grow(settings: CacheSettings, plan: Plan) -> bool:
+    """Whether the settings ask for more than is planned, as far as that is known without reading."""
+    if all(source.key in plan.finished for source in settings.open_sources()):
+        return False
+    rows = [page.rows for page in plan.pages]
+    return settings.max_documents is None or None in rows or sum(rows) < settings.max_documents
