@@ -234,7 +234,7 @@ def test_a_cache_that_shrank_or_is_another_is_refused(caches, tmp_path):
 def test_validation_stays_on_what_the_first_snapshot_had(caches, tmp_path):
     home, saved = stopped(caches, tmp_path)
     first = torch.load(saved, weights_only=True)["TokenDataModule"]["caches"][0]["eval_sequences"]
-    training, _ = run(home, 2, start=saved)
+    training, _ = run(home, 2, start=saved, limits={"max_epochs": 1})
     data = training.datamodule
     assert sum(len(batch["input_ids"]) for batch in data.val_dataloader()) == first
     assert data.cache.num_sequences("eval") > first

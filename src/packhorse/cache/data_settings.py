@@ -17,8 +17,12 @@ the run. All three are the same thing: named caches, and stages that say from wh
             - {name: books, source: data/books.parquet, weight: 2}
 """
 
+import hashlib
+import os
+import tempfile
 from dataclasses import dataclass, fields
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 from packhorse.cache.cache import default_name
@@ -57,6 +61,11 @@ class DataSettings(CacheSettings):
     full_dataset_sequences: int | None = None
     """Train sequences that the cache will have one day, if it is only partly built: warm-up is a share of the steps
     over all of them."""
+    start_after_chunks: int | None = None
+    """Start training when so many chunks of each cache are built, and build the rest meanwhile, in another process."""
+    use_cached_tokens: bool = True
+    """`false` starts at once, without a cache that stays: tokens go to a temporary one, removed when the run is over.
+    The same as `start_after_chunks: 1` otherwise."""
     on_growth: Literal["adopt", "pin"] = "adopt"
     """If the cache has more sequences than at the checkpoint from which a run goes on: take them up (the rest of the
     epoch mixes what was not seen with what is new), or stay with what the checkpoint was trained on."""
@@ -77,6 +86,7 @@ class DataSettings(CacheSettings):
             ("eval_sequences", 0),
             ("max_train_tokens", 1),
             ("full_dataset_sequences", 1),
+            ("start_after_chunks", 1),
         ):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -126,8 +136,22 @@ class DataSettings(CacheSettings):
         return stages
 
     @property
+    def chunks_first(self) -> int | None:
+        """Chunks of each cache that training waits for, if the rest is built meanwhile."""
+        return self.start_after_chunks or (None if self.use_cached_tokens else 1)
+
+    @property
+    def temporary_root(self) -> Path | None:
+        """Where temporary caches lie: the same folder for all processes of a run, and when it goes on."""
+        if self.use_cached_tokens:
+            return None
+        words = f"{Path.cwd()}|{self.cache_dir}|{getattr(os, 'getuid', int)()}"
+        return Path(tempfile.gettempdir()) / f"packhorse-{hashlib.sha256(words.encode()).hexdigest()[:16]}"
+
+    @property
     def _common(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(CacheSettings)}
+        values = {field.name: getattr(self, field.name) for field in fields(CacheSettings)}
+        return values if self.use_cached_tokens else {**values, "cache_dir": str(self.temporary_root)}
 
     @cached_property
     def _mixtures(self) -> list[tuple[dict, list[dict]]]:

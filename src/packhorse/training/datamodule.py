@@ -15,17 +15,22 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from packhorse.cache import Cache, DataSettings, update_cache
+from packhorse.cache.background import BackgroundBuilder, Lease
 from packhorse.cache.progress import say
+from packhorse.cache.selection import Selection
 from packhorse.cache.tokenizers import resolve_tokenizer
+from packhorse.cache.update import build_selection
 from packhorse.errors import CacheIncompleteError, SettingsError, SnapshotMismatch, TokenizerError
 from packhorse.training.batches import derive
-from packhorse.training.caches import count_chunks, open_caches, pin_caches, snapshots_of, stage_starts
+from packhorse.training.caches import count_chunks, open_caches, snapshots_of
+from packhorse.training.live import EVERY_STEPS, POLL_SECONDS, LiveCaches, set_epoch_length
 from packhorse.training.mixture import RunOrder
 from packhorse.training.plan import RunPlan
 from packhorse.training.ranks import keep_failure, share_failure
-from packhorse.training.resume import Change, align_loops, continue_run
+from packhorse.training.resume import Change, align_loops
+from packhorse.training.run import Run
 from packhorse.training.sampler import Rows, TrainSampler
-from packhorse.training.state import RunState, begin_run, check_snapshot
+from packhorse.training.state import RunState, check_snapshot
 
 MIN_UTILISATION = 0.9
 """Below this share of real tokens nobody trains without being told."""
@@ -43,19 +48,19 @@ class TokenDataModule(LightningDataModule):
         self.settings = DataSettings(**kwargs)
         self.caches: dict[str, Cache] = {}
         """The open caches by name; usually one."""
-        self.run: RunState | None = None
-        """What of the data the current run has used."""
-        self.change: Change | None = None
-        """What is different since the checkpoint that the run goes on from."""
+        self.run: Run | None = None
+        """The current run, when there is one."""
         self.opening_seconds = 0.0
         """Time from the beginning of `prepare_data` to the open cache."""
         self.was_built = False
         """Whether `prepare_data` had to build something."""
         self._started: float | None = None
         self._known: RunState | None = None
-        self._plan: RunPlan | None = None
-        self._max_steps: int | None = None
         self._must_align = False
+        self._builder: BackgroundBuilder | None = None
+        self._live: LiveCaches | None = None
+        self._lease: Lease | None = None
+        self._loader: DataLoader | None = None
 
     @property
     def cache(self) -> Cache | None:
@@ -68,7 +73,14 @@ class TokenDataModule(LightningDataModule):
         self._started = time.monotonic()
         self._check_vocabulary()
         before = count_chunks(self.settings)
-        caches = [update_cache(settings) for settings in self.settings.caches.values()]
+        first, settings = self.settings.chunks_first, self.settings.caches.values()
+        if first is None:
+            caches = [update_cache(each) for each in settings]
+        else:
+            caches = [build_selection(each, Selection(end_chunk=first - 1))[0] for each in settings]
+            if self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+                self._let_go(remove=False)
+                self._builder = BackgroundBuilder(list(settings))
         self.was_built = before != sum(cache.snapshot.num_chunks for cache in caches)
         if self.was_built:
             say("\n".join(line for cache in caches for line in cache.summary.lines()))
@@ -81,19 +93,29 @@ class TokenDataModule(LightningDataModule):
             self.caches = open_caches(self.settings)
             self.opening_seconds = time.monotonic() - start
         if stage == "fit" and self.trainer is not None:
-            self._check_trainer()
             # An epoch has one step more or less than the last: its loader is made anew.
             self.trainer.reload_dataloaders_every_n_epochs = 1
-            self.run, self.change, self._known, self._must_align = self._begin(), None, None, False
-            self._follow()
-            self._check_plan(self.plan)
+            self.run, self._known, self._must_align = Run(self.trainer, self.settings, self.caches), None, False
             self._check_utilisation()
+            if self.settings.chunks_first is not None:
+                self._live = LiveCaches(self.caches, self._builder, self.trainer)
+            if self.settings.temporary_root is not None:
+                self._lease = self._lease or Lease(self.settings.temporary_root)
+
+    def teardown(self, stage: str) -> None:
+        """End the builder, and remove temporary caches of a run that is finished."""
+        is_over = stage == "fit" and self.run is not None and self._trainer.global_step >= self.plan.steps
+        self._let_go(remove=is_over)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """End the builder; temporary caches stay for when the run goes on."""
+        self._let_go(remove=False)
 
     def state_dict(self) -> dict[str, Any]:
         """What of the data the run has used, by its completed optimizer steps."""
         if self.run is None or self._trainer.state.fn != TrainerFn.FITTING:
             return {}
-        return self.run.to_dict(self._trainer.global_step)
+        return self.run.state.to_dict(self._trainer.global_step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint; where nothing is trained, only take the validation set from it.
@@ -104,12 +126,17 @@ class TokenDataModule(LightningDataModule):
         """
         self._known = RunState.from_dict(state_dict)
         if self._trainer.state.fn == TrainerFn.FITTING:
-            self._resume(self._known, int(state_dict["step"]))
+            assert self.run is not None
+            if self._live is not None:
+                self._live.wait_for({cache.name: cache.num_chunks for cache in self._known.caches})
+                self.caches.update(open_caches(self.settings))
+            self.run.resume(self._known, int(state_dict["step"]))
+            self._must_align = True
 
     @property
     def seed(self) -> int:
         """Of what is random in the run."""
-        return self.settings.seed if self.run is None else self.run.seed
+        return self.settings.seed if self.run is None else self.run.state.seed
 
     @property
     def vocab_size(self) -> int:
@@ -119,9 +146,14 @@ class TokenDataModule(LightningDataModule):
     @property
     def plan(self) -> RunPlan:
         """How long the run of the current Trainer is."""
-        if self._plan is None:
+        if self.run is None:
             raise ValueError("There is no run yet: call `trainer.fit(module, datamodule=datamodule)`.")
-        return self._plan
+        return self.run.plan
+
+    @property
+    def change(self) -> Change | None:
+        """What is different since the checkpoint that the run goes on from, or since it last grew."""
+        return None if self.run is None else self.run.change
 
     @property
     def order(self) -> RunOrder:
@@ -139,7 +171,7 @@ class TokenDataModule(LightningDataModule):
         step, accumulation = trainer.global_step, trainer.accumulate_grad_batches
         _, first, end = self.plan.epoch_at(step)
         sampler = TrainSampler(
-            order=lambda: self.order,
+            order=self._order_of_next_step,
             trained=self.plan.state.trained(step),
             accumulation=accumulation,
             micro_batch=self.settings.micro_batch_size,
@@ -148,13 +180,14 @@ class TokenDataModule(LightningDataModule):
             length=max(1, end - first) * accumulation,  # Lightning warns of an empty one when a run is finished
             done=max(0, step - first) * accumulation,
         )
-        return DataLoader(self.rows("train"), sampler=sampler, batch_size=None)
+        self._loader = DataLoader(self.rows("train"), sampler=sampler, batch_size=None)
+        return self._loader
 
     def rows(self, split: str) -> Rows:
         """(Cache, sequence number) -> batches, for one side of the split."""
         numbers = {name: number for number, name in enumerate(self.caches)}
         if self.run is not None:
-            numbers = {name: self.run.number(name) for name in self.caches}
+            numbers = {name: self.run.state.number(name) for name in self.caches}
         return Rows({numbers[name]: cache for name, cache in self.caches.items()}, split)
 
     def val_dataloader(self) -> DataLoader | list:
@@ -211,74 +244,45 @@ class TokenDataModule(LightningDataModule):
             raise ValueError("This needs a Trainer: call `trainer.fit(module, datamodule=datamodule)`.")
         return self.trainer
 
-    def _begin(self) -> RunState:
-        """The state of a run that starts."""
-        return begin_run(
-            [snapshots_of(name, cache) for name, cache in self.caches.items()],
-            stage_starts(self.settings),
-            seed=self.settings.seed,
-            global_batch=self._global_batch,
-            skips=self._skips,
-        )
+    def _order_of_next_step(self) -> RunOrder:
+        """The order, after a look for chunks that were built meanwhile."""
+        step = self._trainer.global_step
+        ends_here = self.plan.fixed_by is None and step >= self.plan.steps - 1
+        if self._live is not None and (ends_here or step % EVERY_STEPS == 0):
+            there, more_to_come = self._live.look()
+            while not self._take_up(there, step) and ends_here and more_to_come:
+                time.sleep(POLL_SECONDS)
+                there, more_to_come = self._live.look()
+            if not more_to_come:
+                self._live = None
+        return self.order
 
-    def _resume(self, state: RunState, step: int) -> None:
-        """Go on in a step of a run, with the caches and the Trainer as they are now."""
-        there = sum(cache.num_sequences("train") for cache in self.caches.values())
-        if self.settings.on_growth == "pin":
-            self.caches = pin_caches(self.caches, state)
-        used = sum(cache.num_sequences("train") for cache in self.caches.values())
-        before = self._plan_of(state)
-        self.run = continue_run(
-            state,
-            step,
-            self.caches,
-            stage_starts(self.settings),
-            global_batch=self._global_batch,
-            skips=self._skips,
-        )
-        self._follow()
-        self.change = Change(step=step, before=before, after=self.plan, pinned=there - used)
-        self._must_align = True
-
-    def _follow(self) -> None:
-        """Make the plan of the run as it is now, and let the Trainer end with it."""
+    def _take_up(self, chunks: dict[str, int], step: int) -> bool:
+        """Go on with more chunks, if there are more; whether the run is longer now."""
         assert self.run is not None
-        epoch_loop = self._trainer.fit_loop.epoch_loop
-        if epoch_loop.max_steps == self._max_steps:
-            epoch_loop.max_steps = -1  # it was ours, not the user's
-        self._max_steps = None
-        self._plan = self._plan_of(self.run)
-        if self._plan.fixed_by == "max_train_tokens":
-            epoch_loop.max_steps = self._max_steps = self._plan.steps
+        assert self._loader is not None
+        before = self.plan.steps
+        if self.run.take_up(chunks, step):
+            self._loader.dataset.caches = self.rows("train").caches
+            _, first, end = self.plan.epoch_at(step)
+            self._loader.sampler.length = (end - first) * self._trainer.accumulate_grad_batches
+            set_epoch_length(self._trainer, self._loader.sampler.length)
+        return self.plan.steps > before
 
-    def _plan_of(self, state: RunState) -> RunPlan:
-        trainer = self._trainer
-        limit, accumulation = trainer.limit_train_batches, trainer.accumulate_grad_batches
-        most = -(-limit // accumulation) if isinstance(limit, int) else None
-        max_epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
-        max_steps = None if trainer.max_steps in (-1, self._max_steps) else trainer.max_steps
-        return RunPlan(
-            state=state,
-            sequence_length=self._opened.sequence_length,
-            max_epochs=max_epochs,
-            max_steps=max_steps,
-            max_train_tokens=self.settings.max_train_tokens,
-            limit=most,
-        )
-
-    @property
-    def _global_batch(self) -> int:
-        trainer = self._trainer
-        return trainer.world_size * self.settings.micro_batch_size * trainer.accumulate_grad_batches
-
-    @property
-    def _skips(self) -> list[tuple[int, int]]:
-        return [(first, last) for first, last in self.settings.skip_steps or []]
+    def _let_go(self, remove: bool) -> None:
+        self._live = None
+        if self._builder is not None:
+            self._builder.stop()
+            self._builder = None
+        if self._lease is not None:
+            self._lease.release(remove)
+            self._lease = None
 
     def _first_eval_sequences(self, name: str) -> int:
         """Evaluation sequences of the first snapshot of the run; of a cache without one, as it is now."""
         snapshot = snapshots_of(name, self.caches[name])
-        for known in () if (self.run or self._known) is None else (self.run or self._known).caches:
+        state = self._known if self.run is None else self.run.state
+        for known in () if state is None else state.caches:
             if known.name == name:
                 try:
                     check_snapshot(known, snapshot)
@@ -299,23 +303,6 @@ class TokenDataModule(LightningDataModule):
                 f"The tokenizer {self.settings.tokenizer} has ids up to {facts.vocab_size - 1:,}, but the model's "
                 f"vocabulary has {size:,} entries.\nLeave `vocab_size` out (it follows the tokenizer), or take the "
                 "model's own tokenizer."
-            )
-
-    def _check_trainer(self) -> None:
-        limit = self._trainer.limit_train_batches
-        if isinstance(limit, float) and limit not in (0.0, 1.0):
-            raise SettingsError(f"Give `limit_train_batches` as a number of micro-batches, not as the share {limit}.")
-
-    def _check_plan(self, plan: RunPlan) -> None:
-        if plan.state.order.only_cache is None and plan.fixed_by is None:
-            raise SettingsError(
-                "A mixture of caches has no length of its own.\nSet `trainer.max_steps` or `data.max_train_tokens`."
-            )
-        if plan.sequences < plan.global_batch:
-            raise SettingsError(
-                f"The cache has {plan.sequences:,} train sequences, fewer than one global batch "
-                f"({plan.global_batch:,}).\nAdd text, or lower `micro_batch_size`, `accumulate_grad_batches` or "
-                "`sequence_length`."
             )
 
     def _check_utilisation(self) -> None:

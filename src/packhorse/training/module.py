@@ -119,6 +119,7 @@ class LanguageModule(LightningModule):
         self._restored_config: dict[str, Any] | None = None
         self._restored_schedule: dict[str, Any] | None = None
         self._peaks: list[float] = []
+        self._change: Any = None
 
     @property
     def declared_vocab_size(self) -> int | None:
@@ -222,14 +223,13 @@ class LanguageModule(LightningModule):
                 f"Warm-up takes {self.schedule.warmup_steps:,} steps{of_full}, the whole run only {total:,}: "
                 "the peak learning rate is never reached."
             )
-        change = getattr(self.trainer.datamodule, "change", None)
-        if change is not None and self.trainer.is_global_zero:
-            say("\n".join(change.lines(self.trainer.optimizers[0].param_groups[0]["lr"])))
+        self._follow_the_data()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Make what is random in a step, such as dropout, depend on the step alone: a resumed run draws the same."""
         step, part = self.trainer.global_step, batch_idx % self.trainer.accumulate_grad_batches
         torch.manual_seed(derive_key(getattr(self.trainer.datamodule, "seed", 0), step, part))
+        self._follow_the_data()
 
     def forward(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Summed loss in nats, and over how many tokens."""
@@ -343,6 +343,16 @@ class LanguageModule(LightningModule):
         self.log(f"{name}/loss", self.eval_loss.compute().float(), prog_bar=True, sync_dist=True)
         self.log(f"{name}/perplexity", self.eval_loss.perplexity.float(), sync_dist=True)
         self.eval_loss.reset()
+
+    def _follow_the_data(self) -> None:
+        """When the run has turned out to be longer: go on with the learning rate, only slower, and say so."""
+        change = getattr(self.trainer.datamodule, "change", None)
+        if change is None or change is self._change:
+            return
+        self._change = change
+        self.schedule = self.schedule.grow(self.trainer.global_step, change.after.steps)
+        if self.trainer.is_global_zero:
+            say("\n".join(change.lines(self.trainer.optimizers[0].param_groups[0]["lr"])))
 
     def _total_steps(self) -> tuple[int, int]:
         """Steps of the run, and of one over the full data set, of which the cache may hold only a part."""

@@ -1,0 +1,138 @@
+"""Laws of training while the cache is being built: the same run, only that the data come later."""
+
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from packhorse.cache import open_cache
+from packhorse.cache.background import BackgroundBuilder, Lease, take_up
+from packhorse.errors import CacheError, SettingsError
+from resuming import Watch, assert_once_per_epoch, chain, hash_of, read_trace
+from test_training import datamodule, module, trainer, write_corpus
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("live")
+    path = write_corpus(folder / "hills.jsonl", 100)
+    datamodule(folder, path, max_documents=5, cache_dir=str(folder / "small")).prepare_data()  # trains the tokenizer
+    return path
+
+
+def data_of(corpus, folder, **settings):
+    values = {"cache_dir": str(folder / "cache"), "sequences_per_chunk": 10, "start_after_chunks": 2}
+    values = {**values, "packing": "concat", **settings}
+    return datamodule(corpus.parent, corpus, **values)
+
+
+def numbers_of(cache) -> dict[str, int]:
+    rows = cache.read(range(cache.num_sequences("train"))).tokens.astype("int64")
+    return {hash_of(row): number for number, row in enumerate(rows)}
+
+
+def all_sizes(cache) -> set[int]:
+    return {
+        0,
+        *(cache.snapshot._index.totals(chunks + 1).train_sequences for chunks in range(cache.snapshot.num_chunks)),
+    }
+
+
+def test_a_run_that_begins_before_the_cache_is_built_trains_on_all_of_it(corpus, tmp_path, capfd):
+    data = data_of(corpus, tmp_path)
+    training, model = trainer(tmp_path, max_epochs=2, callbacks=[Watch(tmp_path / "trace")]), module()
+    training.fit(model, datamodule=data)
+    whole = open_cache(data.settings.cache)
+    sequences, steps = whole.num_sequences("train"), read_trace(tmp_path / "trace")
+    assert data.run.state.caches[0].history[0][1] < sequences, "the test needs chunks that come later"
+    assert training.global_step == len(steps) == sequences * 2 // 4 == model.schedule.total
+    assert_once_per_epoch(chain((steps, 0, len(steps))), numbers_of(whole), all_sizes(whole))
+    assert "dataset expanded" in capfd.readouterr().err
+    assert whole.snapshot.num_chunks == data.run.state.caches[0].num_chunks
+
+
+def test_a_run_on_the_fly_goes_on_after_a_stop_and_leaves_nothing_behind(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = {"use_cached_tokens": False, "start_after_chunks": None}
+    data = data_of(corpus, tmp_path, **settings)
+    training, model = trainer(tmp_path, callbacks=[Watch(tmp_path / "first")]), module()
+
+    def stop(*_):
+        if training.global_step == 15:
+            training.save_checkpoint(tmp_path / "saved.ckpt")
+            raise RuntimeError("stopped by the test")
+
+    model.on_train_batch_end = stop
+    with pytest.raises(RuntimeError, match="stopped by the test"):
+        training.fit(model, datamodule=data)
+    root = data.settings.temporary_root
+    assert root.exists()
+    assert not (tmp_path / "cache").exists()
+    data = data_of(corpus, tmp_path, **settings)
+    training = trainer(tmp_path, callbacks=[Watch(tmp_path / "second")])
+    training.fit(module(), datamodule=data, ckpt_path=str(tmp_path / "saved.ckpt"))
+    first, second = read_trace(tmp_path / "first"), read_trace(tmp_path / "second")
+    sequences = chain((first, 0, 15), (second, 15, training.global_step))
+    assert len(sequences) == len(set(sequences)), "one epoch"
+    assert training.global_step == data.plan.sequences // 4
+    assert not root.exists()
+
+
+def test_a_builder_ends_with_the_process_that_started_it(corpus, tmp_path):
+    settings = [data_of(corpus, tmp_path).settings.cache]
+    (tmp_path / "settings").write_bytes(pickle.dumps(settings))
+    code = (
+        "import os, pickle, sys; from packhorse.cache.background import BackgroundBuilder\n"
+        f"builder = BackgroundBuilder(pickle.load(open({str(tmp_path / 'settings')!r}, 'rb')))\n"
+        "print(builder._process.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    builder, deadline = int(done.stdout), time.monotonic() + 30
+    while Path(f"/proc/{builder}").exists() and "Z" not in Path(f"/proc/{builder}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_builder_that_fails_ends_the_training_with_its_words(corpus, tmp_path):
+    data = data_of(corpus, tmp_path)
+    data.prepare_data()
+    bad = data_of(tmp_path / "missing.jsonl", tmp_path, tokenizer=data.settings.tokenizer).settings.cache
+    builder = BackgroundBuilder([bad])
+    while builder.status is None:
+        time.sleep(0.05)
+    assert builder.status == 2
+    assert isinstance(builder.error(), CacheError)
+    assert "missing.jsonl" in str(builder.error())
+    builder.stop()
+
+
+def test_a_source_of_this_process_cannot_be_built_by_another(corpus, tmp_path):
+    data = data_of(corpus, tmp_path)
+    settings = data_of(corpus, tmp_path, source=(text for text in ["a", "b"])).settings.cache
+    with pytest.raises(SettingsError, match="leave `start_after_chunks` out"):
+        BackgroundBuilder([settings])
+    assert data.settings.chunks_first == 2
+
+
+def test_only_chunks_without_a_gap_are_taken_up(corpus, tmp_path):
+    data = data_of(corpus, tmp_path, start_after_chunks=None)
+    data.prepare_data()
+    folder = open_cache(data.settings.cache).folder
+    for path in (folder / "index").iterdir():
+        path.unlink()
+    records = sorted((folder / "records").rglob("*.json"))
+    records[3].rename(tmp_path / "later")
+    assert take_up(folder) == 3
+    (tmp_path / "later").rename(records[3])
+    assert take_up(folder) == len(records)
+
+
+def test_a_temporary_folder_goes_with_its_last_user(tmp_path):
+    one, other = Lease(tmp_path / "shared"), Lease(tmp_path / "shared")
+    one.release(remove=True)
+    assert (tmp_path / "shared").exists()
+    other.release(remove=True)
+    assert not (tmp_path / "shared").exists()
