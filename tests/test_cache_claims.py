@@ -19,6 +19,7 @@ from packhorse.cache.build import Builder, Job
 from packhorse.cache.claims import Claims
 from packhorse.cache.plan import Plan
 from packhorse.cache.selection import Selection
+from packhorse.cache.snapshot import Index
 from packhorse.cache.update import build_selection
 from packhorse.corpus.documents import TextFile
 
@@ -170,7 +171,7 @@ def test_the_beginning_can_be_read_while_the_rest_is_built(settings, whole, monk
             cache = open_cache(settings)
             tokens = all_tokens(cache)
             assert np.array_equal(tokens, expected[: len(tokens)])
-            seen.append(cache.snapshot.num_chunks)
+            seen.append(Index(cache.folder).num_chunks)
         return plain(path, data)
 
     monkeypatch.setattr(store, "publish", look)

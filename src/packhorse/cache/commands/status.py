@@ -41,10 +41,11 @@ def status(where: CacheSettings | Path, *, watch: float | None = None) -> Outcom
 
 
 def _look(folder: Path, claims: Claims) -> Outcome:
-    plan, index = Plan(folder), Index(folder)
-    states = find_states(folder, plan, index)
-    # What is told of tokens is of the chunks that can be read, even if the index promises more.
-    cache = Cache(folder, min([index.num_chunks, *states.unfinished[:1]]))
+    plan, cache = Plan(folder), Cache(folder)
+    states = find_states(folder, plan, Index(folder))
+    if states.unfinished and states.unfinished[0] < cache.snapshot.num_chunks:
+        # What is told of tokens is of the chunks that can be read, even if the index promises more.
+        cache = Cache(folder, states.unfinished[0])
     builders = claims.builders()
     claimed = sorted({chunk for builder in builders for chunk in builder.chunks} & set(states.unfinished))
     rate = sum(builder.tells["bytes_per_second"] for builder in builders)
