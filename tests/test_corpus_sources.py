@@ -418,3 +418,11 @@ def test_an_empty_stream_leaves_no_empty_cache(build, tmp_path, source):
 def test_a_source_that_can_be_read_once_is_not_read_to_see_whether_it_is_empty(build):
     texts = make_texts(30)
     assert texts_in(build(iter(texts))) == texts
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_a_parquet_file_is_read_not_mapped(tmp_path, build):
+    """The memory of a worker would grow with the file, and a file that is cut off would kill it."""
+    path = write_parquet(tmp_path / "a.parquet", make_texts(100))
+    build(str(path))
+    assert str(path) not in Path("/proc/self/maps").read_text()

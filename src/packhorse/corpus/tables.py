@@ -43,7 +43,8 @@ def _open_parquet(path: str, version: tuple[int, ...]):
     import pyarrow.parquet as pq
 
     try:
-        return pq.ParquetFile(path, memory_map=True)
+        # Not mapped: the memory of a worker would grow with the file, and a file that is cut off would kill it.
+        return pq.ParquetFile(path, memory_map=False)
     except (pa.ArrowException, OSError) as error:
         raise SourceError(f"The parquet file {path} cannot be read: it is damaged or cut off ({error}).") from None
 
