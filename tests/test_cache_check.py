@@ -2,8 +2,11 @@
 
 import json
 import shutil
+import struct
+import zlib
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 
 from conftest import make_texts, write_jsonl
@@ -12,7 +15,7 @@ from packhorse.cache.check import check_cache
 from packhorse.cache.chunk import encode_chunk
 from packhorse.cache.record import chunk_path, read_record, record_path
 from packhorse.cache.restore import restore
-from packhorse.cache.snapshot import Index
+from packhorse.cache.snapshot import HEADER, ROW, Index
 from packhorse.cli import main
 from packhorse.errors import CacheIncompleteError
 
@@ -124,6 +127,25 @@ def test_a_damaged_chunk_is_described_by_its_blocks_and_sequences(cache):
     count = reader.header.num_blocks
     last = reader.header.num_sequences - 1
     assert f"2 of {count} blocks do not match their checksum: 0 (sequences 0 to {last}), {count - 1}" in finding.problem
+
+
+def test_an_index_page_of_other_payloads_is_found_though_all_its_checksums_are_right(cache):
+    (path,) = (cache.folder / "index").iterdir()
+    head, rows = path.read_bytes()[: HEADER.size], np.frombuffer(path.read_bytes()[HEADER.size :], ROW).copy()
+    rows[-1]["digest"] = np.void(bytes(32))
+    head = head[:88] + bytes(32) + struct.pack("<I", zlib.crc32(rows.tobytes()))
+    path.write_bytes(head + struct.pack("<I", zlib.crc32(head)) + rows.tobytes())
+    assert found(cache, "quick") == {("index", cache.snapshot.num_chunks - 1)}
+
+
+def test_a_record_of_another_payload_is_found_without_an_index_too(cache):
+    path = record_path(cache.folder, 1)
+    path.write_bytes(store.seal({**store.read_sealed(path), "payload_sha256": "0" * 64}))
+    shutil.rmtree(cache.folder / "index")
+    (cache.folder / "metadata.json").unlink()
+    assert found(cache, "quick") == set()
+    (finding,) = check_cache(cache.folder).findings
+    assert (finding.chunk, finding.problem.endswith("holds other tokens than its record says.")) == (1, True)
 
 
 def test_chunks_that_are_planned_but_not_built_are_no_damage(cache, build, tmp_path):

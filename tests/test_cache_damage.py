@@ -357,3 +357,9 @@ def test_the_memo_of_another_tokenizer_is_not_believed(cache, build, tmp_path, g
     assert build(source, tokenizer=str(qwen_like), name="q").recipe.digest == digest
     assert build(source, tokenizer=str(gpt2_like), name="g").recipe.digest != digest
     assert [memo.read_bytes() for memo in memos] == data
+
+
+def test_a_file_that_was_put_beside_the_tokenizer_is_refused_before_anybody_reads_it(cache):
+    (cache.folder / "tokenizer/added_tokens.json").write_text('{"the": 5}')
+    with pytest.raises(CacheCorruptionError, match=r"added_tokens\.json is not a file of this cache's tokenizer"):
+        Cache(cache.folder).decode([1, 2, 3])
