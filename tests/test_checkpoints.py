@@ -231,7 +231,7 @@ class Boring(BoringModel):
         self.log("val/loss", 1 / (1 + self.global_step))
 
 
-def run_of(folder: Path, steps: int, *callbacks, **settings) -> lightning.Trainer:
+def run_of(folder: Path, steps: int, *callbacks, ckpt_path: Path | None = None, **settings) -> lightning.Trainer:
     run = lightning.Trainer(
         accelerator="cpu",
         max_steps=steps,
@@ -242,7 +242,7 @@ def run_of(folder: Path, steps: int, *callbacks, **settings) -> lightning.Traine
         default_root_dir=str(folder),
         **settings,
     )
-    run.fit(Boring())
+    run.fit(Boring(), ckpt_path=ckpt_path)
     return run
 
 
@@ -266,6 +266,25 @@ def test_a_run_that_has_saved_once_has_a_good_last_checkpoint_at_every_operation
     assert all(seen)
     assert torch.load(last, weights_only=True)["global_step"] == 7
     assert {path.name for path in tmp_path.iterdir()} == {"last.ckpt", "step=7.ckpt"}, "older ones are removed"
+
+
+def test_a_run_that_was_killed_before_its_link_was_moved_goes_on_under_the_same_name(tmp_path):
+    def recovery():
+        return RecoveryCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=2, save_last="link")
+
+    run_of(tmp_path, 2, recovery(), limit_val_batches=0)
+    # As if killed in step 4, when the file was there and the link still led to step 2.
+    shutil.copy(tmp_path / "step=2.ckpt", tmp_path / "kept")
+    run = run_of(tmp_path, 4, recovery(), limit_val_batches=0, ckpt_path=tmp_path / "step=2.ckpt")
+    (tmp_path / "kept").rename(tmp_path / "step=2.ckpt")
+    link_checkpoint(tmp_path / "step=2.ckpt", tmp_path / "last.ckpt")
+    value = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
+    (own,) = value["callbacks"].values()
+    own.update(last_model_path="", files=[str(tmp_path / "step=2.ckpt"), str(tmp_path / "step=4.ckpt"), "/etc/x.ckpt"])
+    run.strategy.checkpoint_io.save_checkpoint(value, tmp_path / "step=4.ckpt")
+    run_of(tmp_path, 6, recovery(), limit_val_batches=0, ckpt_path=tmp_path / "step=4.ckpt")
+    assert {path.name for path in tmp_path.iterdir()} == {"last.ckpt", "step=6.ckpt"}
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 6
 
 
 def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path):

@@ -5,8 +5,9 @@ At every instant there is a good one: a new file is durable and read back before
 `last.ckpt` leads to the new one before that.
 """
 
+import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lightning import LightningModule, Trainer
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -19,7 +20,8 @@ from packhorse.training.checkpoint_io import CrashSafeCheckpointIO
 class RecoveryCheckpoint(ModelCheckpoint):
     """Lightning's `ModelCheckpoint`, which survives crashes and also saves the end of a run between two saves."""
 
-    _superseded: tuple[str, ...] = ()
+    _files: tuple[str, ...] = ()
+    """What the run has saved and not yet removed; part of the checkpoint, so that a run that goes on cleans up."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let checkpoints be written crash-safely, unless the Trainer was given a way of its own."""
@@ -38,15 +40,40 @@ class RecoveryCheckpoint(ModelCheckpoint):
         self.save_now(trainer)
         super().on_train_end(trainer, pl_module)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Lightning's, and the files that a later save replaces."""
+        return {**super().state_dict(), "files": list(self._files)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on in the same folder, or begin in another, whose files are not those of the checkpoint."""
+        super().load_state_dict(state_dict)
+        if state_dict.get("dirpath") == self.dirpath:
+            names = (Path(name) for name in state_dict.get("files", ()))
+            # Whoever made the checkpoint must not choose what is removed elsewhere.
+            own = (path for path in names if path.suffix == ".ckpt" and str(path.parent) == str(self.dirpath))
+            self._files = tuple(map(str, own))
+
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        self._files = (*(path for path in self._files if path != filepath), filepath)
+        super()._save_checkpoint(trainer, filepath)
+
     def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates) -> None:
-        # Lightning removes the old file before the link to it is moved; we keep it until then.
+        # Lightning removes the old file before the link to it is moved; we keep it until then. It also leaves the file
+        # from which a run went on, and that of a run that was killed in between, whose link it would leave leading
+        # nowhere, beside a `last-v1.ckpt`.
+        last = self.format_checkpoint_name(monitor_candidates, self.CHECKPOINT_NAME_LAST)
+        if self.save_last == "link" and trainer.strategy.broadcast(os.path.islink(last)):
+            self.last_model_path = last
         super()._save_last_checkpoint(trainer, monitor_candidates)
-        superseded, self._superseded = self._superseded, ()
-        for path in superseded:
-            super()._remove_checkpoint(trainer, path)
+        if self.save_top_k == 1 and self.monitor is None and self._files:
+            *superseded, newest = self._files
+            for path in superseded:
+                super()._remove_checkpoint(trainer, path)
+            self._files = (newest,)
 
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        self._superseded = (*self._superseded, filepath)
+        if self.save_top_k != 1 or self.monitor is not None:
+            super()._remove_checkpoint(trainer, filepath)
 
     @staticmethod
     def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
