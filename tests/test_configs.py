@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from packhorse.cache.commands import load_verb, make_parser, read_settings
@@ -12,7 +13,8 @@ from packhorse.training.cli import make_cli
 from packhorse.training.gate_budget import gate_budget, gate_schedule
 
 FOLDER = Path(__file__).parents[1] / "configs"
-CONFIGS = sorted(FOLDER.rglob("*.yaml"))
+CONFIGS = sorted(FOLDER.glob("*.yaml"))
+LAYERS = sorted((FOLDER / "trainer").glob("*.yaml"))
 QWEN3 = {  # as the checkpoint on the hub says
     "vocab_size": 151936,
     "hidden_size": 1024,
@@ -103,3 +105,22 @@ def test_the_200m_model_is_trained_as_published(checkpoint):
 
 def test_there_are_configurations():
     assert CONFIGS
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda path: path.stem)
+def test_a_layer_over_a_configuration_makes_its_trainer(layer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    here = ["--trainer.accelerator=cpu"]
+    if "nccl" in layer.read_text():
+        here.append("--trainer.strategy.init_args.process_group_backend=gloo")
+    cli = make_cli(["--config", str(FOLDER / "quickstart.yaml"), "--config", str(layer), *here], run=False)
+    said = yaml.safe_load(layer.read_text())["trainer"]
+    # Without a GPU Lightning takes bf16 for fp16.
+    assert cli.trainer.precision == said["precision"].replace("16-mixed", "bf16-mixed").replace("bfbf", "bf")
+    assert cli.trainer.world_size == said.get("devices", 1)
+    if "strategy" in said:
+        assert type(cli.trainer.strategy).__name__ == said["strategy"]["class_path"].rpartition(".")[2]
+
+
+def test_there_are_layers():
+    assert LAYERS

@@ -206,3 +206,27 @@ def test_two_runs_that_start_together_have_folders_of_their_own(place):
     for version in (0, 1):
         assert (place / f"together/version_{version}/checkpoints/last.ckpt").exists()
         assert len(losses(place, "together", version)) == 2
+
+
+@pytest.mark.slow
+def test_a_sharded_model_trains_as_a_whole_one_and_goes_on_with_another_number_of_devices(place):
+    """FSDP2 on two processes; its checkpoint is that of the whole model."""
+    strategy = {
+        "class_path": "lightning.pytorch.strategies.ModelParallelStrategy",
+        "init_args": {
+            "data_parallel_size": 2,
+            "tensor_parallel_size": 1,
+            "save_distributed_checkpoint": False,
+            "process_group_backend": "gloo",
+        },
+    }
+    sharded = ["--trainer.devices=2", f"--trainer.strategy={json.dumps(strategy)}"]
+    assert finish(start(place, "plain", "--data.micro_batch_size=4", "--trainer.max_steps=18")) == 0
+    assert finish(start(place, "sharded", *sharded)) == 0
+    np.testing.assert_allclose(losses(place, "sharded"), losses(place, "plain")[:12], rtol=2e-5)
+    more = ["--trainer.max_steps=18", "--ckpt_path=last"]
+    assert finish(start(place, "sharded", *sharded, *more)) == 0
+    first = str(place / "sharded/version_0")
+    assert finish(start(place, "whole", "--data.micro_batch_size=4", more[0], f"--ckpt_path={first}")) == 0
+    for name, version in (("sharded", 1), ("whole", 0)):
+        np.testing.assert_allclose(losses(place, name, version), losses(place, "plain")[12:], rtol=2e-5)

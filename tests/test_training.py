@@ -247,6 +247,17 @@ def test_a_step_follows_the_mean_over_all_its_tokens_however_they_are_shared_out
         torch.testing.assert_close(before[name] - after[name], gradient, rtol=1e-4, atol=1e-6)
 
 
+def test_in_bf16_the_gates_stay_in_fp32_and_move(room, corpus, tmp_path):
+    model = module()
+    run = trainer(tmp_path, max_steps=3, precision="bf16-true")
+    run.fit(model, datamodule=datamodule(room, corpus))
+    gates = {id(gate) for gate in gate_parameters(model.model)}
+    assert {p.dtype for p in model.model.parameters() if id(p) not in gates} == {torch.bfloat16}
+    assert {gate.dtype for gate in gate_parameters(model.model)} == {torch.float32}
+    assert all(run.optimizers[0].state[gate]["exp_avg"].abs().sum() > 0 for gate in gate_parameters(model.model))
+    assert torch.isfinite(model.step_loss)
+
+
 def test_a_model_can_be_validated_before_it_is_trained(room, corpus, tmp_path):
     data, model = datamodule(room, corpus), module()
     trainer(tmp_path, limit_val_batches=None).validate(model, datamodule=data, verbose=False)

@@ -40,6 +40,7 @@ from packhorse.training.loss import TokenLoss, chunked_cross_entropy
 from packhorse.training.memory_monitor import InfiniAttentionMonitor
 from packhorse.training.permutation import derive_key
 from packhorse.training.schedule import Schedule, ScheduleSettings, set_learning_rates
+from packhorse.training.sharding import shard
 from packhorse.training.step_mean import StepMean
 
 FAMILIES = {
@@ -116,6 +117,7 @@ class LanguageModule(LightningModule):
         self.step_loss: Tensor | None = None
         """Mean over all tokens of the last optimizer step, on all ranks the same."""
         self._step_mean = StepMean()
+        self._forward = self._summed_loss
         self._restored_config: dict[str, Any] | None = None
         self._restored_schedule: dict[str, Any] | None = None
         self._peaks: list[float] = []
@@ -168,6 +170,9 @@ class LanguageModule(LightningModule):
         if self.compile_backend is not None:
             # The function, not the module: a compiled module would be a second one with the same parameters.
             self._compiled = torch.compile(self.model.model.forward, backend=self.compile_backend, dynamic=False)
+
+        if getattr(self, "_device_mesh", None) is not None:  # only ModelParallelStrategy has one
+            self._forward = shard(self.model, self.device_mesh, self._summed_loss)
 
     def configure_callbacks(self) -> list[Callback]:
         """The monitor of gates and memory, as `infini_attention` asks for it."""
@@ -233,6 +238,9 @@ class LanguageModule(LightningModule):
 
     def forward(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Summed loss in nats, and over how many tokens."""
+        return self._forward(batch)
+
+    def _summed_loss(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         assert self.model is not None
         body: Callable = self.model.model
         if self._compiled is not None and self.training and isinstance(batch.get("segments"), SlottedSegments):
