@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from packhorse.cli import main
 from packhorse.corpus.tokenizer import train_tokenizer
@@ -235,3 +236,15 @@ def test_lm_eval_scores_a_task_of_our_own(folder, tmp_path, capsys, monkeypatch)
     assert json.loads((tmp_path / "out.json").read_text())["results"]["seas"]["acc"] == 0.5, "one answer for all"
     assert "seas: " in capsys.readouterr().out
     assert main(["benchmark", "--ckpt_path", str(folder), "--tasks", "unheard_of"]) == 2
+
+
+def test_export_makes_a_folder_that_transformers_loads_with_its_tokenizer(run, model, tmp_path, capsys):
+    folder = tmp_path / "exported"
+    assert main(["export", "--ckpt_path", str(run), "--folder", str(folder)]) == 0
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.arange(40)[None] % 50
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert restore(CheckpointSettings(ckpt_path=str(folder))).tokenizer.json == SMALL.read_text()
+    assert main(["export", "--ckpt_path", str(run), "--folder", str(folder)]) == 2
+    assert "is not empty" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`packhorse passkey | generate | benchmark --ckpt_path ...`: a checkpoint alone, without a configuration or a cache.
+"""`packhorse passkey | generate | benchmark | export --ckpt_path ...`: a checkpoint alone, no configuration, no cache.
 
 A command is a function here; its keyword parameters are the options of the command line, its docstring their help.
 `--ckpt_path` takes a file, a run's folder, `latest`, `last`, or a transformers folder (`resolve_checkpoint`).
@@ -129,7 +129,30 @@ def benchmark(checkpoint: CheckpointSettings, settings: BenchmarkSettings, *, ou
         output.write_text(json.dumps({"checkpoint": str(restored.path), "results": results}, indent=1) + "\n")
 
 
-COMMANDS: dict[str, Callable[..., None]] = {"passkey": passkey, "generate": generate, "benchmark": benchmark}
+def export(checkpoint: CheckpointSettings, folder: Path) -> None:
+    """Make a transformers folder of a checkpoint: config.json, safetensors and tokenizer, for `AutoModelForCausalLM`.
+
+    Args:
+        checkpoint: Which model; `--dtype` is that of the weights.
+        folder: A folder that is new or empty.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise SettingsError(f"{folder} is not empty. Name a new folder: nothing is written over.")
+    restored = restore(checkpoint)
+    restored.model.save_pretrained(folder)
+    for name, data in restored.tokenizer.files.items():
+        (folder / Path(name).name).write_bytes(data)
+    print(
+        f"{folder}: load it after `import packhorse.models`, with AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+    )
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "passkey": passkey,
+    "generate": generate,
+    "benchmark": benchmark,
+    "export": export,
+}
 
 
 def parameters_of(command: Callable) -> dict[str, inspect.Parameter]:
