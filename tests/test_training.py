@@ -10,7 +10,7 @@ import torch
 import transformers
 from lightning.pytorch.callbacks import Callback
 
-from packhorse.errors import CacheIncompleteError, SettingsError, TokenizerError
+from packhorse.errors import CacheIncompleteError, CheckpointError, SettingsError, TokenizerError
 from packhorse.models import InfiniAttentionConfig, gate_parameters
 from packhorse.training import LanguageModule, RecoveryCheckpoint, ScheduleSettings, TokenDataModule
 from packhorse.training.mixture import RunOrder
@@ -245,6 +245,30 @@ def test_a_step_follows_the_mean_over_all_its_tokens_however_they_are_shared_out
     gradients = torch.autograd.grad(loss, [model.model.get_parameter(name) for name in names])
     for name, gradient in zip(names, gradients, strict=True):
         torch.testing.assert_close(before[name] - after[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_a_resumed_run_has_the_hyperparameters_that_are_configured_now(room, corpus, tmp_path):
+    def run_of(steps, ckpt_path=None, **optimizer):
+        run = trainer(tmp_path, max_steps=steps, enable_checkpointing=True, callbacks=[RecoveryCheckpoint(tmp_path)])
+        model = module(optimizer=lambda params: AdamW(params, lr=1e-2, **optimizer))
+        run.fit(model, datamodule=datamodule(room, corpus), ckpt_path=ckpt_path)
+        run.save_checkpoint(tmp_path / "end.ckpt")
+        return {group["name"]: group for group in run.optimizers[0].param_groups}
+
+    run_of(2, weight_decay=0.1, betas=(0.9, 0.95))
+    groups = run_of(4, tmp_path / "end.ckpt", weight_decay=0.3, betas=(0.8, 0.9))
+    assert (groups["matrices"]["weight_decay"], groups["vectors"]["weight_decay"]) == (0.3, 0)
+    assert groups["matrices"]["betas"] == (0.8, 0.9)
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_every_difference(room, corpus, tmp_path):
+    run = trainer(tmp_path, max_steps=1)
+    run.fit(module(), datamodule=datamodule(room, corpus))
+    run.save_checkpoint(tmp_path / "end.ckpt")
+    other = module()
+    other.model_config.update(hidden_size=64, num_hidden_layers=3)
+    with pytest.raises(CheckpointError, match=r"(?s)hidden_size: .* 32, configured 64.*layers: .* 2, configured 3"):
+        trainer(tmp_path).fit(other, datamodule=datamodule(room, corpus), ckpt_path=tmp_path / "end.ckpt")
 
 
 def test_in_bf16_the_gates_stay_in_fp32_and_move(room, corpus, tmp_path):

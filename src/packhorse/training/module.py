@@ -35,6 +35,7 @@ from packhorse.models import (
     split_into_segments,
 )
 from packhorse.models.slots import SlottedSegments
+from packhorse.training.compatibility import check_shapes, hyperparameters
 from packhorse.training.gate_budget import gate_schedule
 from packhorse.training.loss import TokenLoss, chunked_cross_entropy
 from packhorse.training.memory_monitor import InfiniAttentionMonitor
@@ -199,6 +200,7 @@ class LanguageModule(LightningModule):
         ]
         optimizer = self.optimizer_callable([group for group in groups if group["params"]])
         self._peaks = [group["lr"] for group in optimizer.param_groups]
+        self._hyperparameters = hyperparameters(optimizer.param_groups)
         self.schedule = self.schedule_settings.make(*self._total_steps())
         # Plain functions, looked up at every call: the schedule may learn of more steps later.
         factors = {"gates": lambda step: self.gate_schedule.factor(step)}
@@ -222,6 +224,8 @@ class LanguageModule(LightningModule):
         total, full_total = self._total_steps()
         self.schedule = self.schedule.grow(self.trainer.global_step, total)
         set_learning_rates(self.trainer, self._peaks)
+        for group, configured in zip(self.trainer.optimizers[0].param_groups, self._hyperparameters, strict=True):
+            group.update(configured)  # a restored state brings those of the checkpoint
         if self.schedule.warmup_steps >= total:
             of_full = f" ({full_total:,} steps over the full data set)" if full_total > total else ""
             rank_zero_warn(
@@ -345,6 +349,8 @@ class LanguageModule(LightningModule):
             self._restored_schedule = checkpoint["packhorse"].get("schedule")
         if self.model is None:
             self.configure_model()
+        else:
+            check_shapes(self._restored_config, self.model.config)
 
     def _log_eval(self, name: str) -> None:
         # The metric is the same on all ranks; `sync_dist` only tells Lightning that it need not warn.

@@ -1,0 +1,48 @@
+"""A checkpoint's model against the configured one: what cannot go on is refused in words, before its weights load."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from packhorse.errors import CheckpointError
+
+SHAPES = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+)
+"""Fields of a configuration that decide which weights there are."""
+
+HYPERPARAMETERS = ("weight_decay", "betas", "eps", "momentum")
+"""What the configuration says about an optimizer, and its state repeats; the learning rate is the schedule's."""
+
+
+def check_shapes(saved: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Refuse a checkpoint whose weights are not those of the configured model.
+
+    Raises:
+        CheckpointError: the message names every field that differs.
+    """
+    now = config.to_dict()
+    differing = [
+        f"  {name}: in the checkpoint {saved[name]}, configured {now.get(name)}"
+        for name in SHAPES
+        if name in saved and saved[name] != now.get(name)
+    ]
+    if differing:
+        raise CheckpointError(
+            "The checkpoint is of another model than the configured one:\n" + "\n".join(differing) + "\n"
+            "Take the configuration that was saved beside the checkpoint (`--config RUN/config.yaml`), or begin a new "
+            "run without `--ckpt_path`."
+        )
+
+
+def hyperparameters(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What an optimizer was configured with, group by group, to be set again when its state is restored."""
+    return [{name: group[name] for name in HYPERPARAMETERS if name in group} for group in groups]
