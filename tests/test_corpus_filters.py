@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from conftest import payloads, texts_in, write_jsonl
 from packhorse.cache.record import read_record
-from packhorse.corpus import tables
+from packhorse.corpus import masks
 from packhorse.corpus.documents import Skipped, TextFile, read_documents
 from packhorse.corpus.filters import Comparison, normal_filters, parse_filters, passes
 from packhorse.errors import SettingsError, SourceError
@@ -160,7 +160,7 @@ def test_a_row_group_is_excluded_only_if_no_row_passes(values, operator, literal
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table({"x": pa.array(values, pa.int64())}), sink)
     group = pq.ParquetFile(sink.getvalue()).metadata.row_group(0)
-    if tables.is_excluded(group, (comparison,)):
+    if masks.is_excluded(group, (comparison,)):
         assert not any(passes({"x": value}, (comparison,)) for value in values)
 
 

@@ -1,10 +1,12 @@
 """Laws of sources: every form of the same texts gives the same documents; what is no text is counted, not fatal."""
 
 import bz2
+import functools
 import gzip
 import json
 import lzma
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -426,3 +428,49 @@ def test_a_parquet_file_is_read_not_mapped(tmp_path, build):
     path = write_parquet(tmp_path / "a.parquet", make_texts(100))
     build(str(path))
     assert str(path) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_hub_data_set_is_kept_in_the_download_folder_and_asked_for_again(build, tmp_path, monkeypatch):
+    import datasets
+    import huggingface_hub.constants as constants
+
+    texts = make_texts(40, seed=9)
+    path = str(write_parquet(tmp_path / "a.parquet", texts))
+    plain, calls, pauses = datasets.load_dataset, [], []
+
+    @functools.wraps(plain)
+    def load(*arguments, **more):
+        calls.append(more)
+        if len(calls) < 3:
+            raise ConnectionError("the line is dead")
+        return plain(*arguments, **more)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
+        monkeypatch.setattr(constants, name, 10)
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    spec = {"path": "parquet", "data_files": path}
+    folder = tmp_path / "downloads"
+    cache = build(spec, download_folder=str(folder), download_timeout=7.5)
+    assert sorted(texts_in(cache)) == sorted(texts)
+    assert pauses == [1, 2]
+    assert constants.HF_HUB_DOWNLOAD_TIMEOUT == 7.5
+    assert list(folder.rglob("*.arrow"))
+    calls.clear()
+    with pytest.raises(SourceError, match="the line is dead"):
+        build({**spec, "data_files": [path]}, download_retries=1, name="other")
+    assert len(calls) == 2
+
+
+def test_streaming_may_be_set_for_all_hub_data_sets_and_again_for_each():
+    from packhorse.corpus.hub import Downloads
+    from packhorse.corpus.sources import Deferred
+
+    streamed = Downloads(streaming=True)
+    kinds = [
+        type(open_sources(spec, downloads=downloads)[0])
+        for spec in ({"path": "a/b"}, {"path": "a/b", "streaming": True}, {"path": "a/b", "streaming": False})
+        for downloads in (Downloads(), streamed)
+    ]
+    assert kinds == [Deferred, Stream, Stream, Stream, Deferred, Deferred]

@@ -6,7 +6,8 @@ from functools import lru_cache
 from packhorse.cache.plan import Range
 from packhorse.corpus.documents import TextFile, find_cut
 from packhorse.corpus.filters import parse_filters
-from packhorse.corpus.tables import file_version, is_excluded, open_arrow, open_parquet
+from packhorse.corpus.masks import is_excluded
+from packhorse.corpus.tables import file_version, open_arrow, open_parquet
 
 
 def cut_ranges(ranges: list[Range], files: dict[int, TextFile], chunk_bytes: int) -> Iterator[list[Range]]:

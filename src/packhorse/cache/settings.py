@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from packhorse.corpus.filters import normal_filters
+from packhorse.corpus.hub import Downloads
 from packhorse.corpus.sources import Source, open_sources
 from packhorse.errors import SettingsError
 
@@ -33,6 +34,14 @@ class CacheSettings:
     """A line that is not valid JSON stops the build, or is left out and counted."""
     sample_by: Literal["line", "paragraph", "document"] = "line"
     """What a document of a txt file is, as in `datasets`; `document` takes a whole file as one."""
+    streaming: bool = False
+    """Read hub data sets as they come instead of downloading them first; `streaming` of a source goes before."""
+    download_folder: str | None = None
+    """Where hub data sets are kept; by default where `datasets` keeps them."""
+    download_retries: int = 5
+    """How often a download from the hub is tried again."""
+    download_timeout: float = 30.0
+    """Seconds without a byte from the hub after which a download is tried again."""
     max_documents: int | None = None
     """Take only so many documents, in the order of the sources. Raising it later extends the cache."""
     max_chunks: int | None = None
@@ -104,6 +113,8 @@ class CacheSettings:
                     getattr(self, name),
                     "one of " + ", ".join(get_args(hint)),
                 )
+        _check(self.download_retries >= 0, "download_retries", self.download_retries, "0 or more")
+        _check(self.download_timeout > 0, "download_timeout", self.download_timeout, "above 0")
         _check(self.sequences_per_chunk > 0, "sequences_per_chunk", self.sequences_per_chunk, "above 0")
         for name in ("max_documents", "max_chunks", "max_sequences", "max_tokens"):
             _check(getattr(self, name) is None or getattr(self, name) > 0, name, getattr(self, name), "above 0")
@@ -122,7 +133,16 @@ class CacheSettings:
     def open_sources(self) -> list[Source]:
         """The sources: see `corpus.sources.open_sources`."""
         return open_sources(
-            self.source, text_column=self.text_column, sample_by=self.sample_by, filters=tuple(self.filters)
+            self.source,
+            text_column=self.text_column,
+            sample_by=self.sample_by,
+            filters=tuple(self.filters),
+            downloads=Downloads(
+                streaming=self.streaming,
+                folder=self.download_folder,
+                retries=self.download_retries,
+                timeout_seconds=self.download_timeout,
+            ),
         )
 
     @property

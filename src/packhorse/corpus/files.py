@@ -9,7 +9,8 @@ from pathlib import Path
 
 from packhorse.corpus.documents import Reading, TextFile, starts_with_bracket
 from packhorse.corpus.filters import kind_of, parse_filters, wrong_kind
-from packhorse.corpus.tables import column_kind, open_arrow, open_parquet
+from packhorse.corpus.masks import column_kind
+from packhorse.corpus.tables import open_arrow, open_parquet
 from packhorse.errors import SourceError
 
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")

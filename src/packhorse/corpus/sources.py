@@ -14,7 +14,6 @@ spooled to files piece by piece. Its documents are texts, or arrays of ids (then
 
 import glob
 import importlib
-import inspect
 import itertools
 import json
 import os
@@ -28,6 +27,7 @@ import numpy as np
 from packhorse.corpus.documents import Reading, Skipped, file_length, read_documents
 from packhorse.corpus.files import SourceFile, check_column, find_files, source_file, suffix_of
 from packhorse.corpus.filters import LEFT_OUT, LeftOut, parse_filters, passes
+from packhorse.corpus.hub import AS_USUAL, Downloads, check_features, columns_read, load_data_set
 from packhorse.corpus.sample import SampleCorpus
 from packhorse.corpus.tables import open_arrow
 from packhorse.errors import SourceError
@@ -74,7 +74,12 @@ Source = Files | Stream | Deferred
 
 
 def open_sources(
-    spec: Any, *, text_column: str = "text", sample_by: str = "line", filters: tuple[str, ...] = ()
+    spec: Any,
+    *,
+    text_column: str = "text",
+    sample_by: str = "line",
+    filters: tuple[str, ...] = (),
+    downloads: Downloads = AS_USUAL,
 ) -> list[Source]:
     """The sources that a setting names, checked as far as that is cheap.
 
@@ -83,16 +88,17 @@ def open_sources(
         text_column: The column or key that holds the text.
         sample_by: What a document of a txt file is: `line`, `paragraph` or `document` (the whole file).
         filters: Which rows are documents: see `filters.py`.
+        downloads: How data sets of the hub are fetched.
 
     Raises:
         SourceError: a source does not exist, is damaged, or has no such column.
     """
-    return _open(spec, Reading(column=text_column, filters=filters, sample_by=sample_by))
+    return _open(spec, Reading(column=text_column, filters=filters, sample_by=sample_by), downloads)
 
 
-def _open(spec: Any, reading: Reading) -> list[Source]:
+def _open(spec: Any, reading: Reading, downloads: Downloads) -> list[Source]:
     if isinstance(spec, str | os.PathLike):
-        return [_named(str(spec), reading)]
+        return [_named(str(spec), reading, downloads)]
     if isinstance(spec, Mapping) and ("class_path" in spec or "path" in spec):
         own = dict(spec)
         reading = replace(reading, column=own.pop("text_column", reading.column))
@@ -100,10 +106,10 @@ def _open(spec: Any, reading: Reading) -> list[Source]:
             return [_from_class(own, reading)]
         local = Path(own["path"]).expanduser()
         if set(own) == {"path"} and (local.exists() or _looks_like_a_source(own["path"], reading.column)):
-            return [_named(own["path"], reading)]
-        return [_from_hub(own, reading)]
+            return [_named(own["path"], reading, downloads)]
+        return [_from_hub(own, reading, downloads)]
     if isinstance(spec, list | tuple) and are_sources(spec, reading.column):
-        return [source for item in spec for source in _open(item, reading)]
+        return [source for item in spec for source in _open(item, reading, downloads)]
     if isinstance(spec, Iterable) and not isinstance(spec, Mapping):
         return [_from_iterable(spec, _name(type(spec)), reading)]
     if callable(spec):
@@ -139,7 +145,7 @@ def _looks_like_a_source(item: str | os.PathLike | Mapping, text_column: str) ->
     return text == "sample" or pattern or bool(suffix_of(text)) or Path(text).expanduser().exists()
 
 
-def _named(name: str, reading: Reading) -> Source:
+def _named(name: str, reading: Reading, downloads: Downloads) -> Source:
     if name == "sample":
         corpus = SampleCorpus()
         return _from_iterable(corpus, "sample", reading)
@@ -152,7 +158,7 @@ def _named(name: str, reading: Reading) -> Source:
         and not suffix_of(name)
         and not path.parent.is_dir()
     ):
-        return _from_hub({"path": name}, reading)
+        return _from_hub({"path": name}, reading, downloads)
     raise SourceError(f"The source {name} does not exist.\nCheck the path; it is relative to {Path.cwd()}.")
 
 
@@ -284,61 +290,30 @@ def _skipping(read: Callable[[], Iterator[Document]]) -> Callable[[int], Iterato
     return from_number
 
 
-def _from_hub(spec: dict[str, Any], reading: Reading) -> Source:
+def _from_hub(spec: dict[str, Any], reading: Reading, downloads: Downloads) -> Source:
     """A data set through `datasets`: as arrow files on this disk, or streamed."""
     key = json.dumps(spec, sort_keys=True)
     arguments = {"split": "train", **{k: v for k, v in spec.items() if k != "streaming"}}
-    if spec.get("streaming", False):
-        return Stream(key=key, read=lambda n: _stream_hub(arguments, reading, n), fingerprint=key)
-    return Deferred(key=key, fingerprint=key, open=lambda: _materialise_hub(key, arguments, reading))
+    if spec.get("streaming", downloads.streaming):
+        return Stream(key=key, read=lambda n: _stream_hub(arguments, reading, downloads, n), fingerprint=key)
+    return Deferred(key=key, fingerprint=key, open=lambda: _materialise_hub(key, arguments, reading, downloads))
 
 
-def _materialise_hub(key: str, arguments: dict[str, Any], reading: Reading) -> Files | Stream:
-    data = _load_dataset(arguments, streaming=False)
-    _check_features(data, reading, arguments["path"])
+def _materialise_hub(key: str, arguments: dict[str, Any], reading: Reading, downloads: Downloads) -> Files | Stream:
+    data = load_data_set(arguments, downloads, streaming=False)
+    check_features(data, reading, arguments["path"])
     files = [f["filename"] for f in data.cache_files]
     if files and data._indices is None and sum(open_arrow(f).num_rows for f in files) == data.num_rows:
         return Files(key=key, files=[source_file(Path(f), reading) for f in files])
     # A slice or a selection: its rows are not simply those of its files.
-    rows = data.select_columns(_columns(reading))
+    rows = data.select_columns(columns_read(reading))
     return Stream(key=key, read=_skipping(lambda: (_document(row, reading, key) for row in rows)), fingerprint=key)
 
 
-def _stream_hub(arguments: dict[str, Any], reading: Reading, number: int) -> Iterator[Document]:
-    data = _load_dataset(arguments, streaming=True)
-    _check_features(data, reading, arguments["path"])
+def _stream_hub(arguments: dict[str, Any], reading: Reading, downloads: Downloads, number: int) -> Iterator[Document]:
+    data = load_data_set(arguments, downloads, streaming=True)
+    check_features(data, reading, arguments["path"])
     return (_document(row, reading, arguments["path"]) for row in data.skip(number))
-
-
-def _load_dataset(arguments: dict[str, Any], streaming: bool):
-    import datasets
-
-    known = set(inspect.signature(datasets.load_dataset).parameters)
-    if unknown := set(arguments) - known:
-        raise SourceError(f"`datasets.load_dataset` has no argument {', '.join(sorted(unknown))}.")
-    try:
-        return datasets.load_dataset(**arguments, streaming=streaming)
-    except Exception as error:  # network, name, configuration and format errors of several libraries
-        raise SourceError(
-            f"The data set {arguments['path']} is neither a local file or folder, nor can it be loaded from the "
-            f"Hugging Face hub:\n  {type(error).__name__}: {(str(error).splitlines() or [''])[0]}\n"
-            "Check the name, `name` (the configuration), `split` and `revision`, and the network."
-        ) from None
-
-
-def _columns(reading: Reading) -> list[str]:
-    """The columns that are read."""
-    return list(dict.fromkeys([reading.column, *(c.column for c in parse_filters(reading.filters))]))
-
-
-def _check_features(data, reading: Reading, name: str) -> None:
-    columns = data.column_names
-    for column in _columns(reading) if columns is not None else ():
-        if column not in columns:
-            raise SourceError(
-                f"The data set {name} has no column {column!r}. It has: {', '.join(columns)}.\n"
-                "Set `text_column` to the one that holds the text, and `filters` to those that it has."
-            )
 
 
 def _name(of: Any) -> str:

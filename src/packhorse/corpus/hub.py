@@ -1,0 +1,97 @@
+"""A name on the Hugging Face hub, or anything that `datasets` loads -> a data set.
+
+`datasets` is imported only here, and only when it is needed: that takes a second.
+"""
+
+import inspect
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from packhorse.corpus.documents import Reading
+from packhorse.corpus.filters import parse_filters
+from packhorse.errors import SourceError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Downloads:
+    """How data sets of the hub are fetched."""
+
+    streaming: bool = False
+    """Read as they come; a source may say otherwise for itself."""
+    folder: str | None = None
+    """Where they are kept; by default where `datasets` keeps them."""
+    retries: int = 5
+    timeout_seconds: float = 30.0
+
+
+AS_USUAL = Downloads()
+"""What holds when nothing is said."""
+
+
+def load_data_set(arguments: dict[str, Any], downloads: Downloads, streaming: bool) -> Any:
+    """What `datasets.load_dataset` gives for these arguments.
+
+    Raises:
+        SourceError: there is no such data set, or it cannot be fetched.
+    """
+    import datasets
+    from huggingface_hub import constants
+
+    # Both libraries look at these whenever they fetch something.
+    constants.HF_HUB_DOWNLOAD_TIMEOUT = constants.HF_HUB_ETAG_TIMEOUT = downloads.timeout_seconds
+    attempts = downloads.retries + 1
+    datasets.config.STREAMING_READ_MAX_RETRIES = datasets.config.STREAMING_OPEN_MAX_RETRIES = attempts
+    if downloads.folder is not None:
+        arguments = {"cache_dir": downloads.folder, **arguments}
+    known = set(inspect.signature(datasets.load_dataset).parameters)
+    if unknown := set(arguments) - known:
+        raise SourceError(f"`datasets.load_dataset` has no argument {', '.join(sorted(unknown))}.")
+    try:
+        return _again(lambda: datasets.load_dataset(**arguments, streaming=streaming), downloads.retries)
+    except Exception as error:  # network, name, configuration and format errors of several libraries
+        raise SourceError(
+            f"The data set {arguments['path']} is neither a local file or folder, nor can it be loaded from the "
+            f"Hugging Face hub:\n  {type(error).__name__}: {(str(error).splitlines() or [''])[0]}\n"
+            "Check the name, `name` (the configuration), `split` and `revision`, and the network."
+        ) from None
+
+
+def _again(load: Callable[[], Any], retries: int) -> Any:
+    """What `load` gives, tried again when the network fails; what was downloaded before stays."""
+    from huggingface_hub import constants
+
+    for attempt in range(retries):
+        try:
+            return load()
+        except Exception as error:
+            # By name: the hub's client changes the library that it speaks HTTP with.
+            names = {kind.__name__ for kind in type(error).__mro__}
+            if constants.HF_HUB_OFFLINE or not names & {"ConnectionError", "TimeoutError", "TransportError"}:
+                raise
+            seconds = min(2**attempt, 60)
+            logging.getLogger(__name__).warning("%s: trying again in %d s.", type(error).__name__, seconds)
+            time.sleep(seconds)
+    return load()
+
+
+def columns_read(reading: Reading) -> list[str]:
+    """The columns that are read."""
+    return list(dict.fromkeys([reading.column, *(c.column for c in parse_filters(reading.filters))]))
+
+
+def check_features(data: Any, reading: Reading, name: str) -> None:
+    """Refuse a data set without the columns that are asked for.
+
+    Raises:
+        SourceError: with the columns that it has.
+    """
+    columns = data.column_names
+    for column in columns_read(reading) if columns is not None else ():
+        if column not in columns:
+            raise SourceError(
+                f"The data set {name} has no column {column!r}. It has: {', '.join(columns)}.\n"
+                "Set `text_column` to the one that holds the text, and `filters` to those that it has."
+            )
