@@ -115,7 +115,7 @@ class InfiniAttentionMixin:
                 last = segments.last_B
                 before = (memory_RGKV[last], normalizer_RGK[last])
                 added = write_segment(prepare(key_NSGK[last]), value_NSGK[last], *before, rule, eps)
-                carry.left[self.layer_idx] = tuple((x + more).detach() for x, more in zip(before, added, strict=True))
+                carry.left[self.layer_idx] = tuple(x + more for x, more in zip(before, added, strict=True))
         query_RSHK = prepare(segments.split(query_NSHK)[1])
         return read_memory(query_RSHK, memory_RGKV, normalizer_RGK, eps).transpose(1, 2)
 
