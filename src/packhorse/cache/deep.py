@@ -17,6 +17,7 @@ from packhorse.cache.plan import Plan
 from packhorse.cache.reader import ChunkReader
 from packhorse.cache.recipe import Identity, Recipe, tokenizer_json
 from packhorse.cache.record import Record, chunk_path
+from packhorse.cache.report import Report
 from packhorse.cache.restore import restore
 from packhorse.corpus.documents import Documents, Skipped, read_ranges
 from packhorse.corpus.engines import Engine, make_engine
@@ -67,7 +68,7 @@ def check_content(reader: ChunkReader, record: Record, recipe: Recipe) -> list[s
 
 
 def check_sample(
-    plan: Plan, identity: Identity, records: Iterable[Record], sources: list[Source] | None, report
+    plan: Plan, identity: Identity, records: Iterable[Record], sources: list[Source] | None, report: Report
 ) -> int:
     """Tokenize some documents again, and compare them with what the chunks hold.
 
@@ -76,7 +77,7 @@ def check_sample(
         identity: Its recipe.
         records: What is committed.
         sources: What the settings name; None if nobody says.
-        report: Takes what is wrong, and why something could not be looked at (see `check.Report`).
+        report: Takes what is wrong, and why something could not be looked at.
 
     Returns:
         How many documents were compared.
@@ -101,7 +102,7 @@ def check_sample(
     return compared
 
 
-def _compare(folder: Path, record: Record, job: Job, recipe: Recipe, engine: Engine, report) -> int:
+def _compare(folder: Path, record: Record, job: Job, recipe: Recipe, engine: Engine, report: Report) -> int:
     """Tokenize documents of a chunk again; how many."""
     path = chunk_path(folder, record.chunk, record.file_sha256)
     restored = restore(ChunkReader(path, record.chunk, record.recipe, bytes.fromhex(record.index_sha256)), recipe)

@@ -9,7 +9,6 @@ was damaged goes to quarantine. A chunk that differs (its source changed) is ref
 """
 
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -17,14 +16,17 @@ from pathlib import Path
 
 from packhorse.cache import store
 from packhorse.cache.build import Job
-from packhorse.cache.check import Report, check_cache
+from packhorse.cache.check import check_cache
 from packhorse.cache.chunk import LEVELS
+from packhorse.cache.evidence import Evidence, level_of
 from packhorse.cache.locations import Locations
 from packhorse.cache.metadata import check_metadata, write_metadata
 from packhorse.cache.plan import Plan
 from packhorse.cache.recipe import Identity, create, make_recipe, read_identity
 from packhorse.cache.record import Record, chunk_path, read_record, readable_records, record_path
 from packhorse.cache.regular import read_parts
+from packhorse.cache.report import Report
+from packhorse.cache.scratch import Scratch
 from packhorse.cache.settings import CacheSettings
 from packhorse.cache.snapshot import Index, next_digest
 from packhorse.cache.suspects import Suspects
@@ -68,38 +70,6 @@ class Repair:
         if self.before.is_good:
             return ["Nothing is damaged.", *self.after.lines()]
         return [*self.mended, *(f"Left as it is: {text}" for text in self.refused), *self.after.lines()]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Wanted:
-    """What is known of a chunk that must be built again."""
-
-    chunk: int
-    record: Record | None
-    """Its record, if that is good."""
-    file_sha256: str | None
-    """Of its file, as the index says, or else its record."""
-    index_sha256: str = ""
-    file_bytes: int = 0
-    digest_before: bytes = b""
-    digest: bytes = b""
-    """Of the snapshots that end before and with it, if the index knows them."""
-
-    def needs(self, level: str, built: dict[int, tuple[Record, Path]]) -> bool:
-        """Whether it must still be built with this level of compression."""
-        is_built = self.chunk in built and self.file_sha256 in (None, built[self.chunk][0].file_sha256)
-        is_known = self.record is not None and self.record.file_sha256 == self.file_sha256
-        return not is_built and (not is_known or _level(self.record) == level)
-
-    def proof(self, built: Record) -> str | None:
-        """How it is proven that this is what was there; None if it is not."""
-        if self.record is not None and built.payload_sha256 == self.record.payload_sha256:
-            return "its payload hash is the recorded one"
-        if self.digest and next_digest(self.digest_before, replace(built, file_sha256=self.file_sha256)) == self.digest:
-            return "the digest of the snapshot is what it was"
-        if self.record is None and not self.digest:
-            return "neither record nor index were left to compare it with"
-        return None
 
 
 def repair_cache(folder: Path, settings: CacheSettings | None = None, quiet: bool = True) -> Repair:
@@ -178,13 +148,13 @@ class _Work:
         create(self.folder, recipe, content, str(self.settings.tokenizer))
         self.result.mended.append("Recipe and tokenizer were written again from the settings.")
 
-    def _wanted(self) -> list[_Wanted]:
+    def _wanted(self) -> list[Evidence]:
         """What is known of each chunk whose file or record is damaged, or whose record the index contradicts."""
         index = Index(self.folder)
         chunks = {f.chunk for f in self.result.before.findings if f.chunk is not None}
         return [self._known(index, chunk) for chunk in sorted(chunks)]
 
-    def _known(self, index: Index, chunk: int) -> _Wanted:
+    def _known(self, index: Index, chunk: int) -> Evidence:
         record = None
         is_strange = any(f.chunk == chunk and f.kind == "record" for f in self.result.before.findings)
         with suppress(CacheError, FileNotFoundError):
@@ -192,7 +162,7 @@ class _Work:
         with suppress(CacheError):
             if chunk < index.num_chunks:
                 row = index.row(chunk)
-                return _Wanted(
+                return Evidence(
                     chunk=chunk,
                     record=record,
                     file_sha256=bytes(row["file_sha256"].item()).hex(),
@@ -201,14 +171,14 @@ class _Work:
                     digest_before=index.digest(chunk),
                     digest=index.digest(chunk + 1),
                 )
-        return _Wanted(chunk=chunk, record=record, file_sha256=record.file_sha256 if record else None)
+        return Evidence(chunk=chunk, record=record, file_sha256=record.file_sha256 if record else None)
 
-    def _chunks(self, wanted: list[_Wanted], plan: Plan, identity: Identity) -> None:
+    def _chunks(self, wanted: list[Evidence], plan: Plan, identity: Identity) -> None:
         """Build chunks again, with one level of compression after the other, until each has the bytes that it had."""
         sources = self.settings.open_sources() if self.settings is not None else []
-        usual = [_level(record) for record in readable_records(self.folder)]
+        usual = [level_of(record) for record in readable_records(self.folder)]
         built: dict[int, tuple[Record, Path]] = {}
-        with _Scratch(self.folder, identity) as scratch:
+        with Scratch(self.folder, identity) as scratch:
             locations = Locations(plan, sources, scratch.folder / "spool")
             for level in sorted(LEVELS, key=lambda level: -usual.count(level)):
                 for known in self._build([w for w in wanted if w.needs(level, built)], plan, locations, scratch, level):
@@ -218,7 +188,7 @@ class _Work:
                     self._put(known, *built[known.chunk])
 
     def _build(
-        self, wanted: list[_Wanted], plan: Plan, locations: Locations, scratch: "_Scratch", level: str
+        self, wanted: list[Evidence], plan: Plan, locations: Locations, scratch: "Scratch", level: str
     ) -> Iterator[tuple[Record, Path]]:
         """Build chunks in a scratch cache: their records there, and their files."""
         jobs = []
@@ -263,7 +233,7 @@ class _Work:
         if text not in self.result.refused:
             self.result.refused.append(text)
 
-    def _put(self, known: _Wanted, built: Record, file: Path) -> None:
+    def _put(self, known: Evidence, built: Record, file: Path) -> None:
         """Put a chunk in its place, if it is proven to be what was there."""
         proof = known.proof(built)
         if proof is None:
@@ -288,7 +258,7 @@ class _Work:
             self.index_changed = True
         self.result.mended.append(f"chunk {known.chunk} was built again; {proof}.")
 
-    def _put_file(self, known: _Wanted, built: Record, file: Path) -> None:
+    def _put_file(self, known: Evidence, built: Record, file: Path) -> None:
         target = chunk_path(self.folder, built.chunk, built.file_sha256)
         if store.holds(target, built.file_sha256):
             return
@@ -330,31 +300,3 @@ class _Work:
             ),
         )
         self.result.mended.append(f"The index was derived again from the records: {index.num_chunks} chunks.")
-
-
-class _Scratch:
-    """Caches beside a cache, with its recipe and tokenizer and no chunks; removed at the end."""
-
-    def __init__(self, folder: Path, identity: Identity) -> None:
-        self.source, self.identity = folder, identity
-        self.folder = folder / "spool" / f"repair-{os.getpid()}-{secrets.token_hex(4)}"
-
-    def __enter__(self) -> "_Scratch":
-        return self
-
-    def __exit__(self, *_) -> None:
-        store.remove_folder(self.folder)
-
-    def cache(self, name: str) -> Path:
-        """The folder of one of them."""
-        folder = self.folder / name
-        for file in (*(f"tokenizer/{name}" for name in self.identity.tokenizer_files), "recipe.json"):
-            store.make_folder((folder / file).parent)
-            store.publish(folder / file, read_parts(self.source / file))
-        return folder
-
-
-def _level(record: Record) -> str:
-    """How hard LZ4 worked: the last word of `lz4 1.9.4 default`."""
-    word = record.codec.rpartition(" ")[2]
-    return word if word in LEVELS else "default"

@@ -3,8 +3,9 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from packhorse.cache.check import Depth, check_cache
+from packhorse.cache.check import check_cache
 from packhorse.cache.commands.outcome import Outcome
+from packhorse.cache.report import Depth
 from packhorse.cache.settings import CacheSettings
 from packhorse.cache.update import folder_of
 from packhorse.errors import SettingsError
