@@ -120,6 +120,16 @@ def test_shuffled_rows_hear_their_neighbour_and_nobody_else(rule):
     torch.testing.assert_close(copies, on[:1].expand_as(copies), rtol=1e-5, atol=1e-5)  # a copy's memory is one's own
 
 
+def test_one_text_alone_is_never_shuffled(text):
+    """It would be answered by its own memory, and look as if the memory of another served as well."""
+    model = make_model()
+    with pytest.raises(ValueError, match="two or more"):
+        model(torch.randint(0, 50, (1, 70)), past_key_values=ShuffledCache(model.config))
+    for samples, batch_size in ((3, 2), (5, 2), (2, 50)):
+        settings = PasskeySettings(lengths=[60], depths=1, samples=samples, batch_size=batch_size)
+        assert evaluate_passkey(model, text, settings).cells[60, 0.5, "shuffled"].trials == samples
+
+
 def test_a_result_counts_every_text_by_depth_and_by_distance(text):
     model = make_model()
     settings = PasskeySettings(lengths=[80, 160], depths=3, samples=7, batch_size=3, chunk_tokens=50)

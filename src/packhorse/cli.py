@@ -20,6 +20,7 @@ HELP = """Packhorse: raw text to a trained long-context language model in one co
     python main.py passkey  --ckpt_path ... --lengths 4096 32768 a key hidden far back: how often it is found
     python main.py generate --ckpt_path ... "Once upon a time"   continue prompts
     python main.py export   --ckpt_path ... --folder my/model    a folder for AutoModelForCausalLM
+    python main.py benchmark --ckpt_path ... --tasks hellaswag   standard benchmarks, by lm-eval
     python main.py health   runs/quickstart                      is a run well: from its logs and checkpoints
     python main.py cache build    --config ...                   build the cache, or bring it up to date
     python main.py cache status   --config ...                   what is built, what is missing, and who is building

@@ -54,6 +54,8 @@ class ShuffledCache(InfiniCache):
 
 class _ShuffledLayer(InfiniCacheLayer):
     def read(self, query_BPHK: Tensor) -> Tensor:
+        if len(query_BPHK) < 2:
+            raise ValueError("One text alone would be answered by its own memory: shuffling needs two or more.")
         own = self.tensors
         others = {name: own[name].roll(1, dims=0) for name in ("memory", "normalizer")}
         self.tensors = {**own, **others}
