@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -76,9 +77,7 @@ def fork_fit(config: Path, folder: Path, steps: int) -> int:
         return child
     try:
         os.environ["STEP_TRACE"] = str(folder / "trace")
-        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        sys.stdout = sys.stderr = (folder / "log").open("a", buffering=1)
         arguments = [f"--checkpoint.dirpath={folder / 'checkpoints'}", f"--trainer.max_steps={steps}"]
         os._exit(main(["fit", "--config", str(config), *arguments, "--ckpt_path=auto"]))
     finally:
