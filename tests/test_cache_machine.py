@@ -198,3 +198,15 @@ def test_any_two_hundred_lives_of_a_cache(gpt2_like):
 @pytest.mark.timeout(14_400)
 def test_any_two_thousand_long_lives_of_a_cache(gpt2_like):
     run(gpt2_like, 2_000, 50)
+
+
+def test_a_snapshot_keeps_its_digest_when_neither_record_nor_index_are_left_to_prove_it(gpt2_like):
+    life = type("Machine", (CacheMachine,), {"tokenizer": gpt2_like})()
+    life.start()
+    life.build()
+    life.pin()
+    for kind in ("record", "index"):
+        life.damage(kind=kind, which=0, how=0)
+    life.repair()
+    life.pinned_snapshots_never_change()
+    life.teardown()

@@ -180,7 +180,9 @@ class _Work:
         built: dict[int, tuple[Record, Path]] = {}
         with Scratch(self.folder, identity) as scratch:
             locations = Locations(plan, sources, scratch.folder / "spool")
-            for level in sorted(LEVELS, key=lambda level: -usual.count(level)):
+            # Where no record is left to say: as the settings say, so that the snapshot keeps its digest.
+            otherwise = self.settings.compression if self.settings is not None else "default"
+            for level in sorted(LEVELS, key=lambda level: (-usual.count(level), level != otherwise)):
                 for known in self._build([w for w in wanted if w.needs(level, built)], plan, locations, scratch, level):
                     built[known[0].chunk] = known
             for known in wanted:
