@@ -9,11 +9,12 @@ import pytest
 
 from conftest import file_bytes, make_texts, payloads, texts_in, write_jsonl, write_parquet
 from packhorse.cache import CacheSettings, open_cache, store, update_cache
+from packhorse.cache.claims import Claims
 from packhorse.cache.record import chunk_path, committed_chunks, read_record, record_path
 from packhorse.cache.selection import Selection, ranges
 from packhorse.cache.update import build_selection
 from packhorse.cli import main
-from packhorse.errors import CacheIncompleteError, SettingsError, StorageIOError
+from packhorse.errors import CacheError, CacheIncompleteError, SettingsError, StorageIOError
 
 TEXTS = make_texts(200, seed=21, words=20)
 
@@ -154,6 +155,20 @@ def test_gaps_are_filled_lowest_first(settings, monkeypatch):
 def test_selections_that_make_no_sense_are_refused(selection, said):
     with pytest.raises(SettingsError, match=said):
         Selection(**selection)
+
+
+def test_sequences_that_are_padded_cannot_be_limited_by_number(settings):
+    with pytest.raises(SettingsError, match="max_documents instead"):
+        dataclasses.replace(settings, packing="pad", max_sequences=10)
+
+
+def test_nothing_is_started_over_beside_a_builder(settings):
+    before = part(settings)[0]
+    with Claims(before.folder) as other:
+        assert other.take(0)
+        with pytest.raises(CacheError, match="is being built by"):
+            build_selection(settings, Selection(), start_over=True, quiet=True)
+    assert payloads(open_cache(settings)) == payloads(before)
 
 
 def test_a_start_behind_the_plan_is_refused(settings):

@@ -117,7 +117,9 @@ class Building:
             text = f"{len(built)} chunks built in {self.progress.seconds:.1f} s: {self.progress.rates()}"
             self.tell("\n  ".join([text, *self.progress.details()]))
             store.remove_leftovers(self.folder)
-        states = find_states(self.folder, self.plan, self.index)
+        states = self._before
+        if built or self._found or states.planned != self.plan.num_chunks:
+            states = find_states(self.folder, self.plan, self.index)
         if left := [chunk for chunk in states.unfinished if chunk in self.selection]:
             raise CacheError(f"Chunk {left[0]} of {self.folder} was not built. Run the command again.")
         if not states.unfinished:
@@ -273,7 +275,7 @@ class Building:
 
     def _states(self) -> ChunkStates:
         while True:
-            states = find_states(self.folder, self.plan, self.index)
+            self._before = states = find_states(self.folder, self.plan, self.index)
             known = [*states.built, *states.lost, *states.damaged, *states.suspect]
             # The last of either can only be there when its page was.
             self.plan.refuse_gaps(max(self.index.num_chunks, 1 + max(known, default=-1)))

@@ -116,6 +116,8 @@ class CacheSettings:
         _check(self.download_retries >= 0, "download_retries", self.download_retries, "0 or more")
         _check(self.download_timeout > 0, "download_timeout", self.download_timeout, "above 0")
         _check(self.sequences_per_chunk > 0, "sequences_per_chunk", self.sequences_per_chunk, "above 0")
+        if self.max_sequences is not None and self.packing == "pad":
+            raise SettingsError("max_sequences cannot be planned with `packing: pad`; limit max_documents instead.")
         for name in ("max_documents", "max_chunks", "max_sequences", "max_tokens"):
             _check(getattr(self, name) is None or getattr(self, name) > 0, name, getattr(self, name), "above 0")
         _check(self.workers == "auto" or self.workers >= 0, "workers", self.workers, "auto, or 0 and more")

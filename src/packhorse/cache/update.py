@@ -13,6 +13,7 @@ from typing import Any
 from packhorse.cache import store
 from packhorse.cache.building import Building
 from packhorse.cache.cache import Cache, cache_path, locate_cache
+from packhorse.cache.claims import Claims
 from packhorse.cache.integrity import Integrity
 from packhorse.cache.metadata import write_metadata
 from packhorse.cache.progress import say
@@ -23,7 +24,7 @@ from packhorse.cache.staff import Staff
 from packhorse.cache.tokenizers import resolve_tokenizer
 from packhorse.corpus.sources import check_sources
 from packhorse.corpus.tokenizer import locate_tokenizer, read_tokenizer
-from packhorse.errors import CacheCorruptionError, CacheIncompleteError, SourceError
+from packhorse.errors import CacheCorruptionError, CacheError, CacheIncompleteError, SourceError
 
 
 def build_cache(source: Any, *, tokenizer: str | None = None, **settings: Any) -> Cache:
@@ -132,7 +133,15 @@ def set_aside(folder: Path, tell: Callable[[str], None]) -> None:
     """Move what was built into the cache's quarantine; recipe, tokenizer and what is known of engines stay.
 
     The plan goes after the records: chunks that no plan knows would be refused.
+
+    Raises:
+        CacheError: somebody is building.
     """
+    if builders := Claims(folder).builders():
+        raise CacheError(
+            f"{folder} is being built by {', '.join(builder.name for builder in builders)}.\n"
+            "It cannot be started over now: stop that, or wait until `packhorse cache status` shows no builder."
+        )
     for name in ("index", "records", "plan", "chunks", "spool", "metadata.json"):
         if (folder / name).exists():
             store.quarantine(folder / name, folder)
