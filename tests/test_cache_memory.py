@@ -155,6 +155,9 @@ def test_large_row_groups_are_read_some_rows_at_a_time_and_hold_the_same(tmp_pat
     whole = [read(*span) for span in ranges]
     monkeypatch.setattr(tables, "LARGE_GROUP", 1)
     monkeypatch.setattr(tables, "BATCH_BYTES", 2_000)
+    parts = [len(part) for part, _ in tables.read_column(path, "parquet", "text", 0, 200, filters)]
+    assert len(parts) > 10
+    assert max(parts) < 30
     assert [read(*span) for span in ranges] == whole
     assert whole[0][0] == (texts[3:] if filters else texts)
 

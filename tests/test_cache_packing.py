@@ -50,6 +50,24 @@ def test_with_window_every_token_but_the_first_of_a_document_is_a_label_once(bui
     assert cache.summary.tokens - cache.summary.repeated_tokens == sum(map(len, documents))
 
 
+@pytest.mark.parametrize("packing", [{}, {"packing": "window", "overlap": 1_000}], ids=str)
+def test_sequences_of_131_072_tokens_go_the_whole_way(build, tmp_path, packing):
+    text = " ".join(make_texts(800, seed=6))
+    texts = [text * 6, text, text * 3 + " end", *TEXTS]
+    source = str(write_jsonl(tmp_path / "long.jsonl", texts))
+    settings = {"sequence_length": 131_072, "sequences_per_chunk": 8_000, "eval_share": 0.0, "engine": "fastokens"}
+    cache = build(source, **settings, **packing)
+    documents = documents_in(cache)
+    assert max(map(len, documents)) > 2 * 131_072
+    assert texts_in(cache) == texts
+    rows = cache.read(np.arange(cache.num_sequences()))
+    batch = derive(rows.tokens, rows.piece_lengths, rows.repeated)
+    assert batch.input_ids.shape == (cache.num_sequences(), 131_072)
+    assert int((batch.labels >= 0).sum()) >= sum(len(document) - 1 for document in documents) - cache.summary.pieces
+    if packing:
+        assert int((batch.labels >= 0).sum()) == sum(len(document) - 1 for document in documents)
+
+
 def test_window_pieces_tell_what_they_repeat(build, source):
     cache = build(source, packing="window", overlap=9)
     rows = cache.read(np.arange(cache.num_sequences()))
