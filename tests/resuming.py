@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from packhorse.cache import Cache
 from packhorse.models import InfiniAttentionConfig
 from packhorse.training import ScheduleSettings
+from packhorse.training.module import AdamW
 from test_training import datamodule, module, trainer, write_corpus
 
 SIZES = (40, 75, 120)
@@ -136,13 +137,23 @@ def stop_now(how: str) -> None:
     os.kill(os.getpid(), getattr(signal, how))
 
 
-def run(home: Home, size: int, *callbacks, micro_batch=MICRO_BATCH, accumulation=ACCUMULATION, start=None, **settings):
+def run(
+    home: Home,
+    size: int,
+    *callbacks,
+    micro_batch=MICRO_BATCH,
+    accumulation=ACCUMULATION,
+    learning_rate=1e-2,
+    start=None,
+    **settings,
+):
     """Train, from a checkpoint if one is given; the Trainer, and the module."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "attention_dropout": 0.1}
     model = module(
         config={**sizes, "num_attention_heads": 2, "num_key_value_heads": 1},
         infini_attention=InfiniAttentionConfig(segment_length=16),
         schedule=settings.pop("schedule", ScheduleSettings(warmup_steps=4)),
+        optimizer=lambda parameters: AdamW(parameters, lr=learning_rate),
     )
     limits = {"max_epochs": EPOCHS, "limit_val_batches": 1, "val_check_interval": 0.5, **settings.pop("limits", {})}
     training = trainer(home.folder, accumulate_grad_batches=accumulation, callbacks=list(callbacks), **limits)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from packhorse.cache import open_cache
+from packhorse.cache import open_cache, update_cache
 from packhorse.cache.background import BackgroundBuilder, Lease, take_up
+from packhorse.cache.selection import Selection
+from packhorse.cache.update import build_selection
 from packhorse.errors import CacheError, SettingsError
 from resuming import Watch, assert_once_per_epoch, chain, hash_of, read_trace
 from test_training import datamodule, module, trainer, write_corpus
@@ -52,6 +54,34 @@ def test_a_run_that_begins_before_the_cache_is_built_trains_on_all_of_it(corpus,
     assert_once_per_epoch(chain((steps, 0, len(steps))), numbers_of(whole), all_sizes(whole))
     assert "dataset expanded" in capfd.readouterr().err
     assert whole.snapshot.num_chunks == data.run.state.caches[0].num_chunks
+
+
+class SlowBuilder:
+    """Builds in this process, a part whenever it was asked often enough."""
+
+    def __init__(self, settings):
+        self.settings, self.asked = settings[0], 0
+
+    @property
+    def status(self):
+        self.asked += 1
+        if self.asked == 8:
+            build_selection(self.settings, Selection(end_chunk=4), quiet=True)
+        if self.asked == 16:
+            update_cache(self.settings, quiet=True)
+        return None if self.asked < 20 else 0
+
+    def stop(self):
+        pass
+
+
+def test_a_run_waits_before_its_last_step_for_what_is_still_to_come(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("packhorse.training.datamodule.BackgroundBuilder", SlowBuilder)
+    data, training = data_of(corpus, tmp_path), trainer(tmp_path, callbacks=[Watch(tmp_path / "trace")])
+    training.fit(module(), datamodule=data)
+    whole = open_cache(data.settings.cache)
+    assert training.global_step == whole.num_sequences("train") // 4
+    assert len(data.run.state.caches[0].history) == 3, "taken up twice"
 
 
 def test_a_run_on_the_fly_goes_on_after_a_stop_and_leaves_nothing_behind(corpus, tmp_path, monkeypatch):

@@ -268,3 +268,10 @@ def test_a_warm_up_longer_than_what_is_there_is_told(caches, tmp_path):
             full_dataset_sequences=10**6,
             limits={"max_epochs": 1},
         )
+
+
+def test_a_learning_rate_that_is_given_anew_wins_over_that_of_the_checkpoint(caches, tmp_path):
+    home, saved = stopped(caches, tmp_path)
+    training, model = run(home, 0, start=saved, learning_rate=5e-3)
+    last = training.optimizers[0].param_groups[0]["lr"]
+    assert last == pytest.approx(5e-3 * model.schedule.factor(training.global_step))
