@@ -94,12 +94,9 @@ def syncs() -> list[int]:
     """The lines of the store that ask for a sync."""
     calls = [node for node in ast.walk(ast.parse(inspect.getsource(store))) if isinstance(node, ast.Call)]
     lines, first = inspect.getsourcelines(store.sync_folder)
-    names = {node.lineno: getattr(node.func, "attr", getattr(node.func, "id", "")) for node in calls}
-    return [
-        line
-        for line, name in sorted(names.items())
-        if name in ("fsync", "sync_folder") and not first <= line < first + len(lines)
-    ]
+    own = range(first, first + len(lines))
+    named = [(node.lineno, getattr(node.func, "attr", getattr(node.func, "id", ""))) for node in calls]
+    return sorted({line for line, name in named if name in ("fsync", "sync_folder") and line not in own})
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
