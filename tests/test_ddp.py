@@ -140,7 +140,7 @@ def test_two_processes_train_as_one_and_stop_together_when_one_is_told_to(place)
 
 @pytest.mark.slow
 def test_torchrun_trains_as_one_process_does(place):
-    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0")
+    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone")
     assert finish(start(place, "alone", "--data.micro_batch_size=4")) == 0
     assert finish(start(place, "elastic", launcher=torchrun)) == 0
     np.testing.assert_allclose(losses(place, "elastic"), losses(place, "alone"), rtol=2e-5)
