@@ -123,6 +123,7 @@ class Index:
             if suffix == "idx" and first.isdigit() and count.isdigit():
                 longest[int(first)] = max(longest.get(int(first), (0, "")), (int(count), name))
         self._names: list[str] = []
+        self._paths: dict[int, Path] = {}
         self.num_chunks = 0
         while (found := longest.get(self.num_chunks)) is not None:
             self._names.append(found[1])
@@ -176,7 +177,9 @@ class Index:
         """The file of a page."""
         if page >= len(self._names):
             raise CacheIncompleteError(f"Page {page} of {self.folder / 'index'} is gone. Open the cache again.")
-        return self.folder / "index" / self._names[page]
+        if page not in self._paths:  # made once: every lookup asks for it
+            self._paths[page] = self.folder / "index" / self._names[page]
+        return self._paths[page]
 
     def row(self, chunk: int) -> np.void:
         """The row of a chunk."""
@@ -254,7 +257,7 @@ class Index:
         path = self.folder / "index" / f"{first:09d}-{len(rows):04d}.idx"
         if in_memory:
             self._memory[path] = content
-            self._names[page:] = [path.name]
+            self._names[page:], self._paths[page] = [path.name], path
             self.num_chunks = first + len(rows)
             return
         store.make_folder(self.folder / "index")
