@@ -287,6 +287,21 @@ def test_a_run_that_was_killed_before_its_link_was_moved_goes_on_under_the_same_
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 6
 
 
+def test_a_run_removes_what_killed_writers_left_and_nothing_of_living_ones(tmp_path):
+    path = tmp_path / "a.ckpt"
+    CrashSafeCheckpointIO().save_checkpoint(state(1), path)
+    for operation in range(3):
+        dies_at(operation, lambda: CrashSafeCheckpointIO().save_checkpoint(state(2), path))
+    left = list(tmp_path.glob(".tmp-*"))
+    assert left
+    living = left[0].with_name(left[0].name.replace(left[0].name.split("-")[-2], str(os.getpid())))
+    living.write_bytes(b"being written")
+    elsewhere = tmp_path / ".tmp-checkpoint-another-machine-999999999-00"
+    elsewhere.write_bytes(b"being written there")
+    run_of(tmp_path, 1, RecoveryCheckpoint(dirpath=tmp_path, filename="{step}"), limit_val_batches=0)
+    assert {item.name for item in tmp_path.iterdir()} == {"a.ckpt", "step=1.ckpt", living.name, elsewhere.name}
+
+
 def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path):
     class Worse(Boring):
         def validation_step(self, batch, batch_idx):

@@ -14,6 +14,7 @@ checked by the CRCs of their zip. Needs no torch.
 
 import os
 import secrets
+import socket
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,7 +41,7 @@ def publish_checkpoint(path: Path, write: Callable[[BinaryIO], None]) -> None:
     path = path.absolute()
     make_folder(path.parent)
     # In the same folder: a rename must not cross file systems, where it would be a copy that can be cut short.
-    temporary = path.parent / f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
+    temporary = _temporary(path.parent)
     with disk_errors(path):
         try:
             _write(temporary, write)
@@ -89,11 +90,33 @@ def sound_checkpoints(folder: Path) -> Iterator[Path]:
 
 def link_checkpoint(path: Path, link: Path) -> None:
     """Let the symbolic link `link` lead to `path` from now on; there is no instant at which it leads nowhere."""
-    temporary = link.parent / f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
+    temporary = _temporary(link.parent)
     with disk_errors(link):
         os.symlink(os.path.relpath(path, link.parent), temporary)
         os.replace(temporary, link)
         sync_folder(link.parent)
+
+
+def remove_dead(folder: Path) -> None:
+    """Remove the temporary files of writers on this machine that died: each is as large as a checkpoint."""
+    for path in folder.glob(f"{_TEMPORARY}{socket.gethostname()}-*"):
+        writer = path.name.split("-")[-2]
+        if writer.isdecimal() and not _is_alive(int(writer)):
+            path.unlink(missing_ok=True)
+
+
+def _temporary(folder: Path) -> Path:
+    return folder / f"{_TEMPORARY}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 class _HashingWriter:

@@ -13,7 +13,7 @@ from lightning import LightningModule, Trainer
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from packhorse.training.checkpoint_file import link_checkpoint
+from packhorse.training.checkpoint_file import link_checkpoint, remove_dead
 from packhorse.training.checkpoint_io import CrashSafeCheckpointIO
 
 
@@ -27,6 +27,8 @@ class RecoveryCheckpoint(ModelCheckpoint):
         """Let checkpoints be written crash-safely, unless the Trainer was given a way of its own."""
         make_crash_safe(trainer)
         super().setup(trainer, pl_module, stage)
+        if trainer.is_global_zero and stage == "fit" and "://" not in str(self.dirpath):
+            remove_dead(Path(self.dirpath))
 
     def save_now(self, trainer: Trainer) -> None:
         """Save the current step, unless it was saved."""
