@@ -85,7 +85,8 @@ def test_a_build_with_long_documents_stays_below_the_limit(tmp_path, gpt2_like, 
         assert 10**8 < most <= limit * 10**6, f"{most / 1e6:.0f} MB"
 
 
-def test_a_limit_makes_builders_fewer_and_then_chunks_smaller(build, tmp_path):
+def test_a_limit_makes_builders_fewer_and_then_chunks_smaller(build, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "used_memory", lambda: 100 * 10**6)  # not that of the tests before
     source = str(write_jsonl(tmp_path / "a.jsonl", make_texts(30)))
     recipe = build(source).recipe
 

@@ -393,12 +393,12 @@ def test_a_source_by_class_path_refuses_keys_that_nobody_would_read():
 
 
 def test_a_line_of_invalid_json_stops_a_build_until_it_is_to_be_skipped(build, tmp_path):
-    texts = make_texts(120, seed=7)
-    path = write_jsonl(tmp_path / "a.jsonl", texts[:90])
+    texts = make_texts(1200, seed=7)  # the error stands behind what is looked at before anything is made
+    path = write_jsonl(tmp_path / "a.jsonl", texts[:900])
     with path.open("a") as file:
         file.write('{"text": "cut off\n[1, 2]\n')
-    write_jsonl(path, texts[90:], mode="a")
-    with pytest.raises(SourceError, match=r"line 91 is not valid JSON(.|\n)*invalid_rows: skip"):
+    write_jsonl(path, texts[900:], mode="a")
+    with pytest.raises(SourceError, match=r"line 901 is not valid JSON(.|\n)*invalid_rows: skip"):
         build(str(path))
     built = {p.name: p.stat().st_mtime_ns for p in tmp_path.rglob("*.chunk")}
     assert built

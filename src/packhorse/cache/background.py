@@ -1,14 +1,15 @@
 """A cache that grows while it is read: a builder in a process of its own, and the chunks that are there so far."""
 
 import fcntl
+import json
 import os
-import pickle
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from packhorse.cache import store
@@ -34,8 +35,8 @@ class BackgroundBuilder:
 
     def __init__(self, settings: Sequence[CacheSettings]) -> None:
         try:
-            data = pickle.dumps(list(settings))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            data = json.dumps([asdict(each) for each in settings])
+        except TypeError as error:
             raise SettingsError(
                 f"The source cannot be read by another process ({error}).\nBuild the cache before training: leave "
                 "`start_after_chunks` out."
@@ -50,7 +51,7 @@ class BackgroundBuilder:
             start_new_session=True,  # Ctrl-C is for the training: it decides what becomes of its builder
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(data)
+        self._process.stdin.write(data.encode() + b"\n")
         self._process.stdin.flush()
 
     @property
@@ -81,7 +82,8 @@ class Lease:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         store.make_folder(folder)
-        self._file = (folder / "in-use").open("ab")
+        store.note(folder / "in-use", b"", over=False)
+        self._file = (folder / "in-use").open("rb")
         fcntl.flock(self._file, fcntl.LOCK_SH)
 
     def release(self, remove: bool) -> None:
@@ -98,7 +100,7 @@ class Lease:
 
 def build() -> None:
     """What the other process does: build what its input says, and end when the input ends."""
-    settings = pickle.load(sys.stdin.buffer)
+    settings = [CacheSettings(**each) for each in json.loads(sys.stdin.buffer.readline())]
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         for each in settings:

@@ -108,7 +108,7 @@ def build_selection(
         if not (folder / "recipe.json").exists():
             if selection.mode == "inverse":
                 raise CacheIncompleteError(f"There is no cache in {folder} yet, so there are no gaps to fill.")
-            check_sources(sources)
+            check_sources(sources, is_strict=settings.invalid_rows == "error")
             content = content or read_tokenizer(locate_tokenizer(str(settings.tokenizer)))
             create(folder, recipe, content, str(settings.tokenizer))
         elif start_over:

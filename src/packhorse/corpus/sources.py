@@ -162,16 +162,20 @@ def _named(name: str, reading: Reading, downloads: Downloads) -> Source:
     raise SourceError(f"The source {name} does not exist.\nCheck the path; it is relative to {Path.cwd()}.")
 
 
-def check_sources(sources: list[Source]) -> None:
+def check_sources(sources: list[Source], is_strict: bool = False) -> None:
     """Refuse files that are damaged, empty, or lack the column that is asked for, before anything is made of them.
 
     Cheap: of the files' content only the beginning is read, up to the first document.
+
+    Args:
+        sources: The sources.
+        is_strict: Refuse lines at the beginning that are not valid JSON.
 
     Raises:
         SourceError: with the columns that a file has.
     """
     files = [file for source in sources if isinstance(source, Files) for file in source.files]
-    plain = [file.file for file in files if not file.packed]
+    plain = [replace(file.file, is_strict=is_strict) for file in files if not file.packed]
     for file in plain:
         check_column(file)
     # What can be read only once has shown its first document already.

@@ -23,6 +23,10 @@ MEASURED_STEPS = 20
 """After so many steps the time that is left is told as measured, where the plan could only expect."""
 
 
+REHEARSAL_SECONDS = 0.2
+"""Micro-batches are tried before the run for at least so long."""
+
+
 class RunReport(Callback):
     """Prints the plan before the first step and a report after the last one, in words.
 
@@ -203,7 +207,7 @@ def _rehearse(trainer: Trainer, module: LightningModule) -> tuple[float | None, 
     weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
     seconds = []
     with torch.random.fork_rng():
-        for _ in range(2):  # the first one warms up
+        while sum(seconds) < REHEARSAL_SECONDS:  # the first one warms up; of slow ones it tells enough
             start = time.monotonic()
             with (
                 trainer.precision_plugin.forward_context(),
