@@ -397,3 +397,18 @@ def test_text_is_continued_from_a_prompt(room, corpus, tmp_path):
     out = trainer(tmp_path).predict(model, datamodule=data)
     assert [text[:8] for text in out] == ["the mule", "wool for"]
     assert all(len(text) > 8 for text in out)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"hidden_size": 31, "num_attention_heads": 4},
+        {"hidden_size": 30, "num_attention_heads": 2, "num_key_value_heads": 2},
+        {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 3},
+    ],
+    ids=["no multiple", "odd heads", "uneven groups"],
+)
+def test_heads_that_do_not_fit_are_refused_before_anything_is_built(config):
+    with pytest.raises(SettingsError, match="must be a multiple"):
+        LanguageModule(config=config)
+    LanguageModule(config={"hidden_size": 36, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16})

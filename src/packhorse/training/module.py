@@ -380,10 +380,20 @@ class LanguageModule(LightningModule):
 
 
 def _check_config(config: dict[str, Any], family: str) -> None:
-    """Refuse names that transformers would swallow without a word."""
+    """Refuse what transformers would swallow without a word, or stumble over later."""
     known = {field.name for field in fields(FAMILIES[family][0])} - {"infini_attention"}
     if unknown := sorted(set(config) - known):
         raise SettingsError(f"`config` has no field {', '.join(unknown)}. Known are: {', '.join(sorted(known))}.")
+    made = FAMILIES[family][0](**config)
+    hidden, heads, groups = made.hidden_size, made.num_attention_heads, made.num_key_value_heads
+    width = getattr(made, "head_dim", None) or hidden // heads
+    is_free = "head_dim" in config or family == "qwen3"
+    if heads % groups or width % 2 or (hidden % heads and not is_free):
+        raise SettingsError(
+            f"`config` has hidden_size {hidden}, num_attention_heads {heads}, num_key_value_heads {groups}, so heads "
+            f"of {width}.\nhidden_size must be a multiple of num_attention_heads (unless head_dim is given), that a "
+            "multiple of num_key_value_heads, and the size of a head even, for rotary positions."
+        )
 
 
 def _said_once(settings: InfiniAttentionConfig, name: str, value: float | None, default: float) -> float:
