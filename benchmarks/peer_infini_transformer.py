@@ -2,7 +2,8 @@
 
 Both are used as their users would, and nothing of the peer is copied. Install it beside, it is no dependency:
 
-    pip install --no-deps --target /tmp/peer infini-transformer-pytorch einops einx rotary-embedding-torch frozendict
+    pip install --no-deps --target /tmp/peer infini-transformer-pytorch einops einx rotary-embedding-torch tqdm
+    pip install --no-deps --target /tmp/peer frozendict
     PYTHONPATH=/tmp/peer python benchmarks/peer_infini_transformer.py [--threads 2]
 
 The last line is the ratio of a training step, peer / ours: 4 layers, 256 wide, 4 heads, 1,024 tokens, segments of 128.

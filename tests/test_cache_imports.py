@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import packhorse
+from packhorse.corpus.tables import cell_bytes
 
 ROOT = Path(packhorse.__file__).parent
 HEAVY = (
@@ -107,3 +110,26 @@ def test_only_one_file_of_the_cache_writes():
                 modes = [a.value for a in arguments if isinstance(a, ast.Constant) and isinstance(a.value, str)]
                 writes |= any(set(mode) & set("wax+") for mode in modes if len(mode) <= 3)
             assert not writes or path.name in allowed, f"{path.name}:{node.lineno} writes past store.py"
+
+
+def test_reading_a_text_column_loads_no_kernels_of_arrow(tmp_path):
+    """`pyarrow.compute` takes longer to import than a small cache to build."""
+    pq.write_table(pa.table({"text": ["salt", None, "wool"]}), tmp_path / "a.parquet")
+    code = (
+        "import sys; from packhorse.corpus.documents import Skipped, TextFile, read_documents; "
+        f"file = TextFile(path={str(tmp_path / 'a.parquet')!r}, kind='parquet'); "
+        "print(next(read_documents(file, 0, 3, Skipped())).texts, 'pyarrow.compute' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "['salt', 'wool'] False"
+
+
+def test_the_bytes_of_cells_are_those_that_arrow_counts():
+    texts = ["a", "", None, "häß", "xyz" * 50]
+    wanted = [len((text or "").encode()) for text in texts]
+    for kind in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
+        column = pa.chunked_array([pa.array(texts).cast(kind)] * 2)
+        assert cell_bytes(column.slice(1, 7)).tolist() == (wanted * 2)[1:8]
+    assert cell_bytes(pa.chunked_array([pa.array(texts).dictionary_encode()])).tolist() == wanted
+    assert cell_bytes(pa.array([[1, 2], None, [], [5]])).tolist() == [16, 0, 0, 8]
+    assert cell_bytes(pa.nulls(2)).tolist() == [0, 0]

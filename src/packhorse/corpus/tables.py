@@ -120,21 +120,28 @@ def read_column(
 
 def cell_bytes(column) -> np.ndarray:
     """Bytes of each cell of a column, int64; null has none."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
+    parts = [_sizes(part) for part in getattr(column, "chunks", [column])]
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
-    if not len(column):
-        return np.empty(0, np.int64)
-    kind = column.type
+
+def _sizes(array) -> np.ndarray:
+    # From the offsets themselves: `pyarrow.compute` takes longer to import than a small cache to build.
+    import pyarrow as pa
+
+    kind, count, unit = array.type, len(array), 1
     if pa.types.is_dictionary(kind):
-        column, kind = column.cast(kind.value_type), kind.value_type
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        sizes = pc.multiply(pc.list_value_length(column), 8)
-    elif pa.types.is_null(kind):
-        return np.zeros(len(column), np.int64)
-    else:
-        sizes = pc.binary_length(column)
-    return pc.fill_null(sizes, 0).to_numpy().astype(np.int64)
+        return _sizes(array.dictionary_decode())
+    if not count or pa.types.is_null(kind):
+        return np.zeros(count, np.int64)
+    if pa.types.is_fixed_size_list(kind):
+        return np.full(count, 8 * kind.list_size)
+    if pa.types.is_fixed_size_binary(kind):
+        return np.full(count, kind.byte_width)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        unit = 8
+    large = pa.types.is_large_list(kind) or pa.types.is_large_string(kind) or pa.types.is_large_binary(kind)
+    offsets = np.frombuffer(array.buffers()[1], "<i8" if large else "<i4")[array.offset : array.offset + count + 1]
+    return unit * np.diff(offsets).astype(np.int64)
 
 
 def _bytes_of(group, name: str) -> int:

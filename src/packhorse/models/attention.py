@@ -140,7 +140,7 @@ def choose_backend(settings: InfiniAttentionConfig, segments: Segments, row_leng
     """The faster of the two fast ways to read the memory.
 
     Per token and head the scan moves head_size^2 / segment numbers of state, the attention form row_length weights.
-    They break even near 4 to 1 (`benchmarks/bench_backends.py`, CPU): only short rows of very short segments want
+    They break even near 2 to 1 (`benchmarks/bench_backends.py`, CPU): only short rows of very short segments want
     the attention form.
     """
     if isinstance(segments, SlottedSegments):
@@ -149,7 +149,7 @@ def choose_backend(settings: InfiniAttentionConfig, segments: Segments, row_leng
         return settings.backend
     if settings.memory_update == "delta" or settings.detach_every_n_segments is not None:
         return "scan"
-    return "attention" if 4 * row_length * segments.width <= head_size**2 else "scan"
+    return "attention" if 2 * row_length * segments.width <= head_size**2 else "scan"
 
 
 def _keep(x: Tensor) -> Tensor:
