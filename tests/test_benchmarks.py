@@ -63,7 +63,8 @@ def test_a_benchmark_ends_with_its_ratio(name, tmp_path):
     found = re.fullmatch(r"ratio=(\d+\.\d+)", done.stdout.splitlines()[-1])
     assert found
     assert float(found[1]) > 0
-    assert list(tmp_path.iterdir()) == [], "temporary files are left"
+    # What torch compiles it keeps for the next process.
+    assert [path for path in tmp_path.iterdir() if "torchinductor" not in path.name] == [], "temporary files are left"
 
 
 def test_a_comparison_without_its_peer_says_so_and_ends_well():
