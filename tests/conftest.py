@@ -12,11 +12,16 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Models here are tiny: threads that wait for each other on a busy machine cost a hundred times what they bring.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import hypothesis
 import numpy as np
 import pytest
 
 from packhorse.cache import CacheSettings, update_cache
 from packhorse.corpus.tokenizer import train_tokenizer
+
+# A busy machine is not a fault of what is tested.
+hypothesis.settings.register_profile("packhorse", deadline=None)
+hypothesis.settings.load_profile("packhorse")
 
 WORDS = (
     "the of and to in a is that for it was on are as with at be this from have or by one had not but what all were "
