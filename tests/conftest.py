@@ -32,6 +32,48 @@ WORDS = (
 ).split()
 
 
+TINY_MODEL = {
+    "config": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    },
+    "infini_attention": {"segment_length": 8},
+}
+"""The `model:` group of a configuration."""
+
+
+def tiny_data(folder: Path, **more) -> dict:
+    """The `data:` group of a configuration, for the text in `corpus.jsonl` of a folder."""
+    return {
+        "source": str(folder / "corpus.jsonl"),
+        "tokenizer": str(folder / "tokenizer"),
+        "train_tokenizer": 300,
+        "sequence_length": 32,
+        "cache_dir": str(folder / "cache"),
+        "workers": 0,
+        "micro_batch_size": 2,
+        **more,
+    }
+
+
+def small_chunks(folder: Path, tokenizer: Path, texts: list[str] | None = None, **more) -> CacheSettings:
+    """Settings of a cache of many small chunks, built in this process."""
+    texts = make_texts(160, seed=4, words=20) if texts is None else texts
+    return CacheSettings(
+        source=str(write_jsonl(folder / "a.jsonl", texts)),
+        tokenizer=str(tokenizer),
+        cache_dir=str(folder / "cache"),
+        sequence_length=32,
+        sequences_per_chunk=20,
+        engine="hf",
+        workers=0,
+        **more,
+    )
+
+
 def make_texts(count: int, seed: int = 0, words: int = 40) -> list[str]:
     """Texts of many lengths, all different."""
     draw = random.Random(seed)

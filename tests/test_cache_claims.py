@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import all_tokens, file_bytes, make_texts, payloads, write_jsonl
-from packhorse.cache import CacheSettings, building, claims, open_cache, store, update_cache
+from conftest import all_tokens, file_bytes, payloads, small_chunks
+from packhorse.cache import building, claims, open_cache, store, update_cache
 from packhorse.cache.build import Builder, Job
 from packhorse.cache.claims import Claims
 from packhorse.cache.plan import Plan
@@ -26,15 +26,7 @@ from packhorse.corpus.documents import TextFile
 
 @pytest.fixture
 def settings(fast_folder, gpt2_like):
-    return CacheSettings(
-        source=str(write_jsonl(fast_folder / "a.jsonl", make_texts(160, seed=4, words=20))),
-        tokenizer=str(gpt2_like),
-        cache_dir=str(fast_folder / "cache"),
-        sequence_length=32,
-        sequences_per_chunk=20,
-        engine="hf",
-        workers=0,
-    )
+    return small_chunks(fast_folder, gpt2_like)
 
 
 @pytest.fixture

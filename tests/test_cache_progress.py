@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from conftest import make_texts, write_jsonl
+from conftest import small_chunks
 from packhorse.cache import CacheSettings, progress, update_cache
 from packhorse.cache.phases import PHASES, PhaseClock, shares
 from packhorse.cache.progress import BuildProgress
@@ -16,15 +16,7 @@ from packhorse.cache.update import build_selection
 
 @pytest.fixture
 def settings(tmp_path, gpt2_like):
-    return CacheSettings(
-        source=str(write_jsonl(tmp_path / "a.jsonl", make_texts(160, seed=4, words=20))),
-        tokenizer=str(gpt2_like),
-        cache_dir=str(tmp_path / "cache"),
-        sequence_length=32,
-        sequences_per_chunk=20,
-        engine="hf",
-        workers=0,
-    )
+    return small_chunks(tmp_path, gpt2_like)
 
 
 def slowly(items, seconds):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import file_bytes, make_texts, payloads, texts_in, write_jsonl, write_parquet
-from packhorse.cache import CacheSettings, open_cache, store, update_cache
+from conftest import file_bytes, make_texts, payloads, small_chunks, texts_in, write_jsonl, write_parquet
+from packhorse.cache import open_cache, store, update_cache
 from packhorse.cache.claims import Claims
 from packhorse.cache.record import chunk_path, committed_chunks, read_record, record_path
 from packhorse.cache.selection import Selection, ranges
@@ -21,16 +21,7 @@ TEXTS = make_texts(200, seed=21, words=20)
 
 @pytest.fixture
 def settings(tmp_path, gpt2_like):
-    return CacheSettings(
-        source=str(write_jsonl(tmp_path / "a.jsonl", TEXTS)),
-        tokenizer=str(gpt2_like),
-        cache_dir=str(tmp_path / "cache"),
-        sequence_length=32,
-        sequences_per_chunk=20,
-        eval_share=0.1,
-        engine="hf",
-        workers=0,
-    )
+    return small_chunks(tmp_path, gpt2_like, TEXTS, eval_share=0.1)
 
 
 @pytest.fixture

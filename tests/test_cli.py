@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from conftest import TINY_MODEL, tiny_data
 from packhorse.cache import store
 from packhorse.cache.commands import VERBS
 from packhorse.cli import main
@@ -38,28 +39,8 @@ def corpus(tmp_path):
 def config(tmp_path, corpus):
     path = tmp_path / "config.yaml"
     value = {
-        "data": {
-            "source": str(corpus),
-            "tokenizer": str(tmp_path / "tokenizer"),
-            "train_tokenizer": 300,
-            "sequence_length": 32,
-            "cache_dir": str(tmp_path / "cache"),
-            "workers": 0,
-            "packing": "concat",
-            "eval_share": 0.1,
-            "micro_batch_size": 2,
-            "prompts": ["document 1"],
-        },
-        "model": {
-            "config": {
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 2,
-            },
-            "infini_attention": {"segment_length": 8},
-        },
+        "data": tiny_data(tmp_path, packing="concat", eval_share=0.1, prompts=["document 1"]),
+        "model": TINY_MODEL,
         "trainer": {"accelerator": "cpu", "max_steps": 3, "logger": False, "default_root_dir": str(tmp_path / "run")},
         "checkpoint": {"dirpath": str(tmp_path / "run" / "checkpoints")},
     }

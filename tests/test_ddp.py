@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import make_texts, write_jsonl
+from conftest import TINY_MODEL, make_texts, tiny_data, write_jsonl
 
 ROOT = Path(__file__).parents[1]
 TRACE = '''
@@ -37,28 +37,8 @@ def place(tmp_path_factory) -> Path:
     write_jsonl(folder / "corpus.jsonl", make_texts(300))
     (folder / "trace.py").write_text(TRACE)
     value = {
-        "data": {
-            "source": str(folder / "corpus.jsonl"),
-            "tokenizer": str(folder / "tokenizer"),
-            "train_tokenizer": 300,
-            "sequence_length": 32,
-            "cache_dir": str(folder / "cache"),
-            "workers": 0,
-            "engine": "hf",
-            "packing": "pad",  # ranks with very different numbers of tokens
-            "micro_batch_size": 2,
-        },
-        "model": {
-            "config": {
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 2,
-            },
-            "infini_attention": {"segment_length": 8},
-            "schedule": {"shape": "constant", "warmup_steps": 0},  # the same for runs of any length
-        },
+        "data": tiny_data(folder, engine="hf", packing="pad"),  # ranks with very different numbers of tokens
+        "model": {**TINY_MODEL, "schedule": {"shape": "constant", "warmup_steps": 0}},  # for runs of any length
         "trainer": {
             "accelerator": "cpu",
             "max_steps": 12,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning import Callback
 
-from conftest import make_texts, write_jsonl
+from conftest import TINY_MODEL, make_texts, tiny_data, write_jsonl
 from packhorse.cli import main
 from packhorse.training.checkpoint_file import sound_checkpoints
 
@@ -33,27 +33,8 @@ class StepTrace(Callback):
 def config(tmp_path) -> Path:
     write_jsonl(tmp_path / "corpus.jsonl", make_texts(300))
     value = {
-        "data": {
-            "source": str(tmp_path / "corpus.jsonl"),
-            "tokenizer": str(tmp_path / "tokenizer"),
-            "train_tokenizer": 300,
-            "sequence_length": 32,
-            "cache_dir": str(tmp_path / "cache"),
-            "workers": 0,
-            "engine": "hf",
-            "micro_batch_size": 2,
-        },
-        "model": {
-            "config": {
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 2,
-            },
-            "infini_attention": {"segment_length": 8},
-            "schedule": {"shape": "constant", "warmup_steps": 0},  # the same for runs of any length
-        },
+        "data": tiny_data(tmp_path, engine="hf"),
+        "model": {**TINY_MODEL, "schedule": {"shape": "constant", "warmup_steps": 0}},  # for runs of any length
         "trainer": {
             "accelerator": "cpu",
             "default_root_dir": str(tmp_path / "run"),
