@@ -15,7 +15,6 @@ from pathlib import Path
 from packhorse.cache import store
 from packhorse.cache.plan import Plan
 from packhorse.cache.recipe import read_identity
-from packhorse.cache.record import Record
 from packhorse.cache.settings import CacheSettings
 from packhorse.cache.snapshot import Index
 from packhorse.cache.suspects import Suspects
@@ -112,14 +111,8 @@ def build() -> None:
 
 def take_up(folder: Path) -> int:
     """Put committed chunks that follow without a gap into the index; how many chunks it has now."""
-    plan, index, recipe = Plan(folder), Index(folder), read_identity(folder).recipe.digest
-    suspects = Suspects(folder).engines()
-
-    def is_trusted(record: Record) -> bool:
-        is_ours = record.recipe == recipe and record.ranges == plan.entry(record.chunk)
-        return is_ours and record.engine not in suspects
-
-    index.extend(plan.num_chunks, is_trusted)
+    plan, index = Plan(folder), Index(folder)
+    index.extend(plan.num_chunks, Suspects(folder).trust(plan, read_identity(folder).recipe.digest))
     return index.num_chunks
 
 

@@ -80,10 +80,7 @@ def build_chunk(
         clock.each("read", read_ranges(ranges, skipped, job.dropped, job.max_document_bytes)),
         engine,
         skipped,
-        bos_id=recipe.bos_id,
-        eos_id=recipe.eos_id,
-        eval_share=recipe.eval_share,
-        vocab_size=recipe.vocab_size,
+        **recipe.token_policy,
     )
     parts = list(_counted(clock.each("tokenize", tokens), progress))
     with clock.phase("pack"):

@@ -148,7 +148,7 @@ class Building:
         """Let readers and trainings see what follows without a gap."""
         if any(self._differs_from_index(chunk) for chunk in fresh):
             self.index.forget()
-        self.index.extend(self.plan.num_chunks, self._is_trusted)
+        self.index.extend(self.plan.num_chunks, self._trust())
 
     def _build(self) -> list[Record]:
         self._elsewhere.clear()
@@ -202,7 +202,7 @@ class Building:
     def _show_growth(self, record: Record) -> None:
         """Now and then, let trainings see what has become complete: they may begin before the end."""
         if record.chunk >= self.index.num_chunks and time.monotonic() > self._extend_at:
-            self.index.extend(self.plan.num_chunks, self._is_trusted)
+            self.index.extend(self.plan.num_chunks, self._trust())
             self._extend_at = time.monotonic() + GROWTH_SECONDS
 
     def _jobs(self) -> Iterator[Job]:
@@ -324,21 +324,28 @@ class Building:
         lengths = np.diff(engine.encode(texts)[1], prepend=0) + extra
         return int(places_taken(self.recipe.packing, lengths, self.recipe.sequence_length, self.recipe.overlap).sum())
 
-    def _is_trusted(self, record: Record) -> bool:
-        if record.recipe != self.recipe.digest:
-            raise CacheCorruptionError(f"The record of chunk {record.chunk} in {self.folder} is of another recipe.")
-        if record.ranges != self.plan.entry(record.chunk):
-            raise CacheCorruptionError(
-                f"The record of chunk {record.chunk} in {self.folder} is not of what is planned."
-            )
-        return record.engine not in self.suspects.engines()
+    def _trust(self) -> Callable[[Record], bool]:
+        """Whether a record may be in the index; one that is of another cache ends the build."""
+        engines = self.suspects.engines()
+
+        def is_trusted(record: Record) -> bool:
+            if record.recipe != self.recipe.digest:
+                raise CacheCorruptionError(f"The record of chunk {record.chunk} in {self.folder} is of another recipe.")
+            if record.ranges != self.plan.entry(record.chunk):
+                raise CacheCorruptionError(
+                    f"The record of chunk {record.chunk} in {self.folder} is not of what is planned."
+                )
+            return record.engine not in engines
+
+        return is_trusted
 
     def _is_suspect_index(self) -> bool:
         """Whether chunks of a suspect engine are, or were, in the index: it must be derived anew."""
         if not self.suspects.engines():
             return False
+        is_trusted = self._trust()
         try:
-            return not all(self._is_trusted(read_record(self.folder, n)) for n in range(self.index.num_chunks))
+            return not all(is_trusted(read_record(self.folder, n)) for n in range(self.index.num_chunks))
         except FileNotFoundError:
             # The record is in quarantine, and a power cut brought the index back.
             return True

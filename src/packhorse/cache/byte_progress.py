@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 
-from packhorse.cache.progress import LINE_SECONDS, say
+from packhorse.cache.progress import LINE_SECONDS, live_bar, say
 
 
 class ByteProgress:
@@ -25,11 +25,7 @@ class ByteProgress:
 
     def __enter__(self) -> "ByteProgress":
         if not self.quiet and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn
-
-            columns = (TextColumn(self.verb), BarColumn(), TextColumn("{task.description}"))
-            self._bar = Progress(*columns, console=Console(stderr=True))
+            self._bar = live_bar(self.verb)
             self._task = self._bar.add_task("", total=max(self.total, 1))
             self._bar.start()
         return self

@@ -132,10 +132,7 @@ def _again(job: Job, recipe: Recipe, engine: Engine, rows: np.ndarray) -> Iterat
         _some(job, rows),
         engine,
         Skipped(),
-        bos_id=recipe.bos_id,
-        eos_id=recipe.eos_id,
-        eval_share=recipe.eval_share,
-        vocab_size=recipe.vocab_size,
+        **recipe.token_policy,
     ):
         starts = np.r_[0, tokens.ends[:-1]]
         for row, start, end, is_eval in zip(tokens.rows, starts, tokens.ends, tokens.is_eval, strict=True):

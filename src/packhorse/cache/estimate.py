@@ -152,15 +152,7 @@ def _measure(place: Place, recipe: Recipe, engine: Engine, compression: str) -> 
         texts=place.documents if is_text else None,
         ids=None if is_text else place.documents,
     )
-    (tokens,) = tokenize(
-        [batch],
-        engine,
-        Skipped(),
-        bos_id=recipe.bos_id,
-        eos_id=recipe.eos_id,
-        eval_share=recipe.eval_share,
-        vocab_size=recipe.vocab_size,
-    )
+    (tokens,) = tokenize([batch], engine, Skipped(), **recipe.token_policy)
     seconds = place.seconds + time.perf_counter() - begin
     lengths = _kept(tokens, recipe)
     stored = len(compress(pack_tokens(tokens.ids, token_bits(recipe.vocab_size)), compression))

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from packhorse.cache.phases import shares
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from packhorse.cache.record import Record
 
 LINE_SECONDS = 5.0
@@ -26,6 +28,15 @@ WINDOW_SECONDS = 300.0
 def say(text: str) -> None:
     """Print a message for the user, beside results on standard output."""
     print(text, file=sys.stderr, flush=True)
+
+
+def live_bar(label: str) -> "Progress":
+    """A bar for a terminal, on standard error; what its task describes stands beside it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = (TextColumn(label), BarColumn(), TextColumn("{task.description}"))
+    return Progress(*columns, console=Console(stderr=True))
 
 
 class BuildProgress:
@@ -96,15 +107,7 @@ class BuildProgress:
             if self.quiet or not sys.stderr.isatty():
                 yield
                 return
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn
-
-            with Progress(
-                TextColumn("building the cache"),
-                BarColumn(),
-                TextColumn("{task.description}"),
-                console=Console(stderr=True),
-            ) as self._bar:
+            with live_bar("building the cache") as self._bar:
                 self._task = self._bar.add_task("", total=None)
                 yield
         finally:

@@ -72,6 +72,11 @@ class Recipe:
         return hashlib.sha256(store.canonical(self.canonical)).hexdigest()
 
     @property
+    def token_policy(self) -> dict[str, Any]:
+        """How documents become tokens: the arguments of `corpus.tokens.tokenize`."""
+        return {name: getattr(self, name) for name in ("bos_id", "eos_id", "eval_share", "vocab_size")}
+
+    @property
     def id(self) -> str:
         """Short form of the digest, for folder names."""
         return self.digest[:12]

@@ -292,13 +292,5 @@ class _Work:
     def _index(self, plan: Plan, identity: Identity) -> None:
         index = Index(self.folder)
         index.forget()
-        suspects = Suspects(self.folder).engines()
-        index.extend(
-            plan.num_chunks,
-            lambda record: (
-                record.recipe == identity.recipe.digest
-                and record.ranges == plan.entry(record.chunk)
-                and record.engine not in suspects
-            ),
-        )
+        index.extend(plan.num_chunks, Suspects(self.folder).trust(plan, identity.recipe.digest))
         self.result.mended.append(f"The index was derived again from the records: {index.num_chunks} chunks.")

@@ -4,12 +4,14 @@ suspects/<engine>.json    the engine, and the text that it got wrong
 """
 
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from packhorse.cache import store
-from packhorse.cache.record import chunk_path, read_record, record_path
+from packhorse.cache.plan import Plan
+from packhorse.cache.record import Record, chunk_path, read_record, record_path
 from packhorse.errors import EngineMismatch
 
 
@@ -27,6 +29,15 @@ class Suspects:
         """Name and version of each, as records have them."""
         root = self.folder / "suspects"
         return {str(store.read_sealed(path).get("engine")) for path in root.glob("*.json")} if root.is_dir() else set()
+
+    def trust(self, plan: Plan, recipe_digest: str) -> Callable[[Record], bool]:
+        """Whether a record is of this plan and recipe, by an engine that was never wrong: what an index takes up."""
+        engines = self.engines()
+        return lambda record: (
+            record.recipe == recipe_digest
+            and record.ranges == plan.entry(record.chunk)
+            and record.engine not in engines
+        )
 
     def add(self, error: EngineMismatch) -> None:
         """Remember an engine that was wrong, and the text."""
