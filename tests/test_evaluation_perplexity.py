@@ -108,7 +108,7 @@ def test_sums_are_the_same_however_predictions_are_shared_out():
     whole.update("on", nll, position, SEGMENT)
     for number, (part, places) in enumerate(zip(nll.split(17), position.split(17), strict=True)):
         parts[number % 2].update("on", part, places, SEGMENT)
-    for name in ("nll", "tokens"):
+    for name in ("nll_sum", "tokens"):
         reduce = parts[0]._reductions[name]
         torch.testing.assert_close(reduce(torch.stack([getattr(part, name) for part in parts])), getattr(whole, name))
     values = whole.compute()

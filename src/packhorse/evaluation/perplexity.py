@@ -14,36 +14,21 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torchmetrics import Metric
 from transformers import PreTrainedModel
 
 from packhorse.evaluation.memory import memory_modes, read_with
 from packhorse.evaluation.spans import NUM_SPANS, span_name, span_of
+from packhorse.evaluation.sums import TokenSums
 
 MODES = ("on", "off", "shuffled")
 SIDES = ("segment", "position")
 
 
-class MemoryLoss(Metric):
+class MemoryLoss(TokenSums):
     """Sums of losses for each mode of the memory, by spans of segments and of positions (`span_name`)."""
 
-    is_differentiable = False
-    higher_is_better = False
-    full_state_update = False
-
-    nll: Tensor
-    tokens: Tensor
-
     def __init__(self, **kwargs) -> None:
-        super().__init__(**kwargs)
-        shape = (len(MODES), len(SIDES), NUM_SPANS)
-        widest = torch.float32 if torch.backends.mps.is_available() else torch.float64  # Apple's GPUs have no float64
-        self.add_state("nll", torch.zeros(shape, dtype=widest), dist_reduce_fx="sum")
-        self.add_state("tokens", torch.zeros(shape, dtype=torch.int64), dist_reduce_fx="sum")
-
-    def _apply(self, fn, *args, **kwargs) -> "MemoryLoss":
-        # Follow the module to its device but not to its dtype: in bf16, 4,000 plus 1 is 4,000.
-        return super()._apply(lambda state: state.to(fn(state).device), *args, **kwargs)
+        super().__init__((len(MODES), len(SIDES), NUM_SPANS), **kwargs)
 
     def update(self, mode: str, nll_N: Tensor, position_N: Tensor, segment_length: int) -> None:
         """Add predictions.
@@ -57,18 +42,16 @@ class MemoryLoss(Metric):
         place = MODES.index(mode)
         for side, number_N in enumerate((position_N // segment_length, position_N)):
             span_N = span_of(number_N)
-            added = torch.zeros_like(self.nll[place, side]).index_add_(0, span_N, nll_N.to(self.nll.dtype))
+            added = torch.zeros_like(self.nll_sum[place, side]).index_add_(0, span_N, nll_N.to(self.nll_sum.dtype))
             counted = torch.bincount(span_N, minlength=NUM_SPANS)
-            # Not in place: a metric that was reset in inference mode has inference tensors.
-            self.nll = self.nll + _at(self.nll, place, side, added)
-            self.tokens = self.tokens + _at(self.tokens, place, side, counted)
+            self._add(_at(self.nll_sum, place, side, added), _at(self.tokens, place, side, counted))
 
     def compute(self) -> dict[str, dict[str, dict[str, tuple[float, int]]]]:
         """Side -> span -> mode -> nats per token, and of how many tokens; without what was never seen."""
         result: dict[str, dict[str, dict[str, tuple[float, int]]]] = {side: {} for side in SIDES}
         for place, side, span in self.tokens.nonzero().tolist():
             tokens = int(self.tokens[place, side, span])
-            value = (float(self.nll[place, side, span]) / tokens, tokens)
+            value = (float(self.nll_sum[place, side, span]) / tokens, tokens)
             result[SIDES[side]].setdefault(span_name(span), {})[MODES[place]] = value
         # nonzero goes by mode first; a table goes by span
         order = [span_name(span) for span in range(NUM_SPANS)]

@@ -1,10 +1,9 @@
 """Settings -> the open caches of a run, and what a run has to know of them."""
 
 from collections.abc import Mapping
-from functools import partial
 
 from packhorse.cache import Cache, DataSettings, open_cache
-from packhorse.errors import CacheIncompleteError, SettingsError, TokenizerError
+from packhorse.errors import SettingsError
 from packhorse.training.mixture import shares_of
 from packhorse.training.state import RunState, Snapshots, StageStart, check_snapshot
 
@@ -38,7 +37,7 @@ def snapshots_of(name: str, cache: Cache) -> Snapshots:
         num_chunks=cache.snapshot.num_chunks,
         sequences=cache.num_sequences("train"),
         eval_sequences=cache.num_sequences("eval"),
-        digests=partial(_digest, cache),
+        digests=cache.snapshot.digest_of,
     )
 
 
@@ -51,18 +50,3 @@ def stage_starts(settings: DataSettings) -> list[StageStart]:
         )
         for stage in settings.stages
     ]
-
-
-def count_chunks(settings: DataSettings) -> int:
-    """Chunks of all caches that are there."""
-    count = 0
-    for each in settings.caches.values():
-        try:
-            count += open_cache(each).snapshot.num_chunks
-        except (CacheIncompleteError, TokenizerError):
-            continue
-    return count
-
-
-def _digest(cache: Cache, num_chunks: int) -> str:
-    return cache.snapshot.digest_of(num_chunks)

@@ -161,5 +161,5 @@ def _is_sound_zip(file: BinaryIO) -> bool:
     try:
         with zipfile.ZipFile(file) as content:
             return content.testzip() is None
-    except (zipfile.BadZipFile, zipfile.LargeZipFile, OSError, EOFError, ValueError, NotImplementedError, RuntimeError):
+    except (zipfile.BadZipFile, zipfile.LargeZipFile, OSError, EOFError, ValueError, RuntimeError):
         return False

@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
-from packhorse.cache import Cache, DataSettings, update_cache
+from packhorse.cache import Cache, DataSettings
 from packhorse.cache.background import BackgroundBuilder, Lease
 from packhorse.cache.progress import say
 from packhorse.cache.selection import Selection
@@ -22,7 +22,7 @@ from packhorse.cache.tokenizers import resolve_tokenizer
 from packhorse.cache.update import build_selection
 from packhorse.errors import CacheIncompleteError, SettingsError, SnapshotMismatch, TokenizerError
 from packhorse.training.batches import derive
-from packhorse.training.caches import count_chunks, open_caches, snapshots_of
+from packhorse.training.caches import open_caches, snapshots_of
 from packhorse.training.live import EVERY_STEPS, POLL_SECONDS, LiveCaches, set_epoch_length
 from packhorse.training.mixture import RunOrder
 from packhorse.training.plan import RunPlan
@@ -72,16 +72,13 @@ class TokenDataModule(LightningDataModule):
         """Bring the caches up to date with their sources."""
         self._started = time.monotonic()
         self._check_vocabulary()
-        before = count_chunks(self.settings)
-        first, settings = self.settings.chunks_first, self.settings.caches.values()
-        if first is None:
-            caches = [update_cache(each) for each in settings]
-        else:
-            caches = [build_selection(each, Selection(end_chunk=first - 1))[0] for each in settings]
-            if self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
-                self._let_go(remove=False)
-                self._builder = BackgroundBuilder(list(settings))
-        self.was_built = before != sum(cache.snapshot.num_chunks for cache in caches)
+        first, settings = self.settings.chunks_first, list(self.settings.caches.values())
+        selection = Selection() if first is None else Selection(end_chunk=first - 1)
+        caches, integrities = zip(*(build_selection(each, selection) for each in settings), strict=True)
+        if first is not None and self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            self._let_go(remove=False)
+            self._builder = BackgroundBuilder(settings)
+        self.was_built = any(integrity.built for integrity in integrities)
         if self.was_built:
             say("\n".join(line for cache in caches for line in cache.summary.lines()))
 

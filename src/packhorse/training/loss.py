@@ -13,7 +13,8 @@ fp32, also for bf16 inputs; a validation loss is a mean over tokens, not over ba
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torchmetrics import Metric
+
+from packhorse.evaluation.sums import TokenSums
 
 
 def chunked_cross_entropy(
@@ -120,35 +121,16 @@ def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
     return [slice(start, start + chunk_tokens) for start in range(0, num_tokens, chunk_tokens)]
 
 
-class TokenLoss(Metric):
+class TokenLoss(TokenSums):
     """Summed losses and token counts -> nats per token over all batches and ranks.
 
-    Rows with much padding count less, as they should; a mean of batch means would be wrong. Sums are float64, so the
-    billionth token still counts. Before the first token the result is nan: nothing was measured.
+    Rows with much padding count less, as they should; a mean of batch means would be wrong. Before the first token the
+    result is nan: nothing was measured.
     """
-
-    is_differentiable = False
-    higher_is_better = False
-    full_state_update = False
-
-    nll_sum: Tensor
-    tokens: Tensor
-
-    def __init__(self, **kwargs) -> None:
-        super().__init__(**kwargs)
-        widest = torch.float32 if torch.backends.mps.is_available() else torch.float64  # Apple's GPUs have no float64
-        self.add_state("nll_sum", torch.zeros((), dtype=widest), dist_reduce_fx="sum")
-        self.add_state("tokens", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
-
-    def _apply(self, fn, *args, **kwargs) -> "TokenLoss":
-        # Follow the module to its device but not to its dtype: in bf16, 4,000 plus 1 is 4,000.
-        return super()._apply(lambda state: state.to(fn(state).device), *args, **kwargs)
 
     def update(self, nll_sum: Tensor | float, num_tokens: Tensor | int) -> None:
         """Add what `chunked_cross_entropy` returned."""
-        # Not in place: states that a validation has reset are inference tensors, which cannot be changed in training.
-        self.nll_sum = self.nll_sum + nll_sum
-        self.tokens = self.tokens + num_tokens
+        self._add(nll_sum, num_tokens)
 
     def compute(self) -> Tensor:
         """Nats per token."""

@@ -5,8 +5,6 @@ logits of a batch, so vocabularies of 150,000 entries cost little memory. Gates 
 """
 
 from collections.abc import Callable
-from dataclasses import fields
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,25 +15,20 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from packhorse.cache.progress import say
 from packhorse.errors import SettingsError, TokenizerError
 from packhorse.evaluation.perplexity import MemoryLoss, memory_losses, table_lines
 from packhorse.models import (
     InfiniAttentionConfig,
-    InfiniLlamaConfig,
-    InfiniLlamaForCausalLM,
-    InfiniQwen2Config,
-    InfiniQwen2ForCausalLM,
-    InfiniQwen3Config,
-    InfiniQwen3ForCausalLM,
     gate_parameters,
     segments_in_buckets,
     split_into_segments,
 )
 from packhorse.models.slots import SlottedSegments
 from packhorse.training.compatibility import check_shapes, hyperparameters
+from packhorse.training.families import FAMILIES, check_config, family_of, plain_config
 from packhorse.training.gate_budget import gate_schedule
 from packhorse.training.loss import TokenLoss, chunked_cross_entropy
 from packhorse.training.memory_monitor import InfiniAttentionMonitor
@@ -43,13 +36,6 @@ from packhorse.training.permutation import derive_key
 from packhorse.training.schedule import Schedule, ScheduleSettings, set_learning_rates
 from packhorse.training.sharding import shard
 from packhorse.training.step_mean import StepMean
-
-FAMILIES = {
-    "llama": (InfiniLlamaConfig, InfiniLlamaForCausalLM),
-    "qwen2": (InfiniQwen2Config, InfiniQwen2ForCausalLM),
-    "qwen3": (InfiniQwen3Config, InfiniQwen3ForCausalLM),
-}
-"""A plain model's type -> its configuration and model with Infini-attention."""
 
 
 class AdamW(torch.optim.AdamW):
@@ -95,7 +81,7 @@ class LanguageModule(LightningModule):
         super().__init__()
         if config and pretrained:
             raise SettingsError("Give either `config`, for a new model, or `pretrained`, to continue from one.")
-        _check_config(config or {}, family)
+        check_config(config or {}, family)
         self.model_config, self.family, self.pretrained = dict(config or {}), family, pretrained
         self.infini_attention, self.schedule_settings = infini_attention, schedule
         self.optimizer_callable = optimizer
@@ -128,7 +114,7 @@ class LanguageModule(LightningModule):
     def declared_vocab_size(self) -> int | None:
         """The model's vocabulary, if it is fixed before the tokenizer is known."""
         if self.pretrained is not None:
-            return _plain_config(self.pretrained).vocab_size
+            return plain_config(self.pretrained).vocab_size
         return self.model_config.get("vocab_size")
 
     def make_config(self, vocab_size: int, special_ids: dict[str, int | None] | None = None) -> PreTrainedConfig:
@@ -139,8 +125,8 @@ class LanguageModule(LightningModule):
             special_ids: bos_token_id, eos_token_id and pad_token_id for a new model.
         """
         if self.pretrained is not None:
-            plain = _plain_config(self.pretrained)
-            return FAMILIES[_family_of(plain)][0].from_base(plain, self.infini_attention)
+            plain = plain_config(self.pretrained)
+            return FAMILIES[family_of(plain)][0].from_base(plain, self.infini_attention)
         values = {"vocab_size": vocab_size, "use_cache": False, **(special_ids or {}), **self.model_config}
         return FAMILIES[self.family][0](**values, infini_attention=self.infini_attention)
 
@@ -160,7 +146,7 @@ class LanguageModule(LightningModule):
                     f"The cache has ids up to {recipe.vocab_size - 1:,}, but the model's vocabulary has "
                     f"{config.vocab_size:,} entries.\nLeave `vocab_size` out: it follows the tokenizer."
                 )
-            model_class = FAMILIES[_family_of(config)][1]
+            model_class = FAMILIES[family_of(config)][1]
             if self.pretrained is None:
                 self.model = model_class(config)
             else:
@@ -379,23 +365,6 @@ class LanguageModule(LightningModule):
         return data.plan.steps, data.plan.steps if full is None else data.plan.of_full_data(full)
 
 
-def _check_config(config: dict[str, Any], family: str) -> None:
-    """Refuse what transformers would swallow without a word, or stumble over later."""
-    known = {field.name for field in fields(FAMILIES[family][0])} - {"infini_attention"}
-    if unknown := sorted(set(config) - known):
-        raise SettingsError(f"`config` has no field {', '.join(unknown)}. Known are: {', '.join(sorted(known))}.")
-    made = FAMILIES[family][0](**config)
-    hidden, heads, groups = made.hidden_size, made.num_attention_heads, made.num_key_value_heads
-    width = getattr(made, "head_dim", None) or hidden // heads
-    is_free = "head_dim" in config or family == "qwen3"
-    if heads % groups or width % 2 or (hidden % heads and not is_free):
-        raise SettingsError(
-            f"`config` has hidden_size {hidden}, num_attention_heads {heads}, num_key_value_heads {groups}, so heads "
-            f"of {width}.\nhidden_size must be a multiple of num_attention_heads (unless head_dim is given), that a "
-            "multiple of num_key_value_heads, and the size of a head even, for rotary positions."
-        )
-
-
 def _said_once(settings: InfiniAttentionConfig, name: str, value: float | None, default: float) -> float:
     """A setting that may stand in either of two groups, but not twice with two values."""
     given = {
@@ -409,19 +378,3 @@ def _said_once(settings: InfiniAttentionConfig, name: str, value: float | None, 
             "`model.infini_attention`. Leave one of the two out."
         )
     return next(iter(given.values()), default)
-
-
-def _family_of(config: PreTrainedConfig) -> str:
-    return config.model_type.removeprefix("infini_")
-
-
-def _plain_config(pretrained: str) -> PreTrainedConfig:
-    try:
-        config = AutoConfig.from_pretrained(str(Path(pretrained).expanduser()))
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"The checkpoint {pretrained} cannot be loaded: {str(error).splitlines()[0]}") from None
-    if _family_of(config) not in FAMILIES:
-        raise SettingsError(
-            f"The checkpoint {pretrained} is a {config.model_type}; what can be continued is: {', '.join(FAMILIES)}."
-        )
-    return config
