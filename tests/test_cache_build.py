@@ -1,16 +1,19 @@
 """Laws of building: the same text gives the same chunks, whoever builds them and with whatever engine."""
 
+import json
 import random
+import threading
 
 import numpy as np
 import pytest
 
 from conftest import all_tokens, file_bytes, make_texts, payloads, texts_in, write_jsonl, write_parquet
 from packhorse.cache import build as build_module
-from packhorse.cache import open_cache, planner, rate, store
+from packhorse.cache import open_cache, planner, rate, store, workers
 from packhorse.cache.build import Builder, Job
 from packhorse.cache.plan import Plan
 from packhorse.cache.record import read_record
+from packhorse.cache.workers import Workers
 from packhorse.corpus import engines
 from packhorse.corpus.documents import TextFile
 from packhorse.errors import EngineMismatch
@@ -34,6 +37,48 @@ def test_workers_and_engines_do_not_change_a_byte(packing, build, tmp_path):
         assert payloads(cache) == payloads(caches[0])
         assert file_bytes(cache.folder) == file_bytes(caches[0].folder)
         assert cache.snapshot.digest == caches[0].snapshot.digest
+
+
+def test_a_builder_that_is_ready_first_takes_more_chunks(monkeypatch, tmp_path):
+    """The one in this process is still loading when the other has built all that is left."""
+    others: list[Ready] = []
+    monkeypatch.setattr(workers, "_start", lambda core, number, messages: others.append(Ready(messages)) or others[0])
+
+    def build_late(self: Workers, *_) -> None:
+        others[0].is_idle.wait(5)
+        while not self._here.empty():
+            self._messages.put((0, {"record": self._here.get().chunk, "seconds": {}}))
+
+    monkeypatch.setattr(Workers, "_build_here", build_late)
+    jobs = [Job(chunk=chunk, ranges=[], files={}) for chunk in range(7)]
+    built: list[str] = []
+    builders = Workers(2)
+    builders.run(
+        jobs, tmp_path, "auto", "default", True, lambda *_: None, lambda record, _: built.append(record), print
+    )
+    builders.stop()
+    assert others[0].chunks == [1, 2, 3, 4, 5, 6]
+    assert built == [*others[0].chunks, 0]
+
+
+class Ready:
+    """Stands in for the process of a builder that has everything loaded."""
+
+    def __init__(self, messages) -> None:
+        self.messages, self.chunks, self.is_idle, self.stdin = messages, [], threading.Event(), self
+
+    def write(self, line: str) -> None:
+        """A job comes, and is done at once."""
+        self.chunks.append(chunk := json.loads(line)["job"]["chunk"])
+        self.messages.put((1, {"progress": (1, 1, 1)}))
+        self.messages.put((1, {"record": chunk, "seconds": {}}))
+        if chunk == 6:
+            self.is_idle.set()
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+    kill = wait = flush
 
 
 def test_the_order_in_which_chunks_are_built_does_not_change_a_byte(build, tmp_path):

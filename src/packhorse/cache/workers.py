@@ -133,13 +133,18 @@ class Workers:
                 _send(self._others[number], {**setting, "job": asdict(job)})
             return 1
 
-        # Two at a time: one is built while the one before is written to the disk.
-        for number in [*range(self._number)] * 2:
+        for number in range(self._number):
             running += give(number)
+        begun: set[int] = set()
         while running:
             number, message = self._messages.get()
             if "progress" in message:
                 on_progress(*message["progress"])
+                # Two at a time: one is built while the one before is written to the disk. Not before a builder has
+                # loaded what it needs: who is ready first takes more.
+                if number not in begun:
+                    begun.add(number)
+                    running += give(number)
             elif "record" in message:
                 on_record(message["record"], message["seconds"])
                 running += give(number) - 1
