@@ -6,6 +6,7 @@ one of Qwen's. Both lie in memory (the page cache), and both give a copy; here t
 
     memmap        np.stack([raw[n] for n in numbers]): how data sets on a memmap read (nanoGPT, Megatron)
     one gather    raw[numbers]: the fastest that numpy can; what is left is the speed of memory
+    litdata       np.stack([data[n] for n in numbers]), if it is installed: see `peer_litdata.py`
 
 The contestants take turns and the medians count. Opening is the time from nothing to the first row, after imports.
 
@@ -24,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import peer_litdata
 from report import median, print_header, print_result
 
 from packhorse.cache import Cache, build_cache
@@ -34,6 +36,9 @@ PACKAGES = ("numpy", "lz4")
 VOCABULARIES = {"gpt2-sized": 50_257, "qwen-sized": 151_669}
 TRAINED_VOCABULARY = 8_192
 BATCH_SIZES = (8, 64)
+
+Read = Callable[[np.ndarray], np.ndarray]
+"""Numbers of rows -> the rows."""
 
 
 def main() -> None:
@@ -46,7 +51,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="a turn of a contestant takes about so long")
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    print_header(*PACKAGES)
+    packages = (*PACKAGES, "litdata") if peer_litdata.is_installed() else PACKAGES
+    print_header(*packages)
     rows: list[str] = []
     ratios: list[float] = []
     with tempfile.TemporaryDirectory(prefix="bench_read-") as name:
@@ -60,36 +66,38 @@ def main() -> None:
                 cache_dir=str(folder / label),
             )
             raw = write_raw(cache, folder / f"{label}.bin")
-            check_same_rows(cache, raw)
+            contestants = {
+                "ours": lambda numbers, cache=cache: cache.read(numbers).tokens,
+                "memmap": lambda numbers, raw=raw: np.stack([raw[number] for number in numbers]),
+                "one gather": lambda numbers, raw=raw: raw[numbers],
+            }
+            if peer_litdata.is_installed():
+                contestants["litdata"] = peer_litdata.write_rows(raw, folder / f"{label}.litdata")
+            check_same_rows(contestants, len(raw))
             size = f"{len(raw):,} rows of {cache.sequence_length} {raw.dtype}, vocabulary {cache.vocab_size:,}"
             print(f"\n{label}: {size}", flush=True)
             rows.append(f"{label}: {size}")
             for batch_size in BATCH_SIZES:
-                ours, memmap, gather = compare_reads(cache, raw, batch_size, options.seconds, options.rounds)
-                ratios.append(ours / memmap)
-                rows.append(
-                    f"batches of {batch_size}: ours {ours:.1f}, memmap {memmap:.1f}, one gather {gather:.0f} "
-                    f"M tokens/s, ratio {ours / memmap:.3f}"
-                )
+                speeds = compare_reads(contestants, raw.shape, batch_size, options.seconds, options.rounds)
+                ratios.append(speeds["ours"] / speeds["memmap"])
+                told = ", ".join(f"{name} {speed:.1f}" for name, speed in speeds.items())
+                rows.append(f"batches of {batch_size}: {told} M tokens/s, ratio {ratios[-1]:.3f}")
                 print(rows[-1], flush=True)
             ours, memmap = compare_opening(cache, raw, options.rounds)
             rows.append(f"opening to the first row: ours {ours * 1e3:.2f} ms, memmap {memmap * 1e3:.2f} ms")
             print(rows[-1], flush=True)
-    print_result(rows, min(ratios), *PACKAGES)
+    print_result(rows, min(ratios), *packages)
 
 
-def compare_reads(cache: Cache, raw: np.memmap, batch_size: int, seconds: float, rounds: int) -> list[float]:
+def compare_reads(
+    contestants: dict[str, Read], shape: tuple[int, int], batch_size: int, seconds: float, rounds: int
+) -> dict[str, float]:
     """Millions of tokens per second of each contestant."""
-    order = np.random.default_rng(0).permutation(len(raw))
+    order = np.random.default_rng(0).permutation(shape[0])
     batches = [order[i : i + batch_size] for i in range(0, len(order) - batch_size + 1, batch_size)]
-    contestants: list[Callable] = [
-        lambda numbers: cache.read(numbers).tokens,
-        lambda numbers: np.stack([raw[number] for number in numbers]),
-        lambda numbers: raw[numbers],
-    ]
-    speeds: list[list[float]] = [[] for _ in contestants]
+    speeds: dict[str, list[float]] = {name: [] for name in contestants}
     for attempt in range(rounds + 1):
-        for read, speed in zip(contestants, speeds, strict=True):
+        for name, read in contestants.items():
             count = 0
             start = now = time.perf_counter()
             while now - start < seconds:
@@ -98,8 +106,8 @@ def compare_reads(cache: Cache, raw: np.memmap, batch_size: int, seconds: float,
                     count += 1
                 now = time.perf_counter()
             if attempt:  # the first turn opens files and fills caches
-                speed.append(count * batch_size * cache.sequence_length / (now - start) / 1e6)
-    return [median(speed) for speed in speeds]
+                speeds[name].append(count * batch_size * shape[1] / (now - start) / 1e6)
+    return {name: median(speed) for name, speed in speeds.items()}
 
 
 def compare_opening(cache: Cache, raw: np.memmap, rounds: int) -> list[float]:
@@ -128,10 +136,11 @@ def write_raw(cache: Cache, path: Path) -> np.memmap:
     return np.memmap(path, cache.read([0]).tokens.dtype, "r", shape=(count, cache.sequence_length))
 
 
-def check_same_rows(cache: Cache, raw: np.memmap) -> None:
-    numbers = np.random.default_rng(1).integers(len(raw), size=256)
-    if not np.array_equal(cache.read(numbers).tokens, raw[numbers]):
-        raise SystemExit("The cache and the memmap do not hold the same rows.")
+def check_same_rows(contestants: dict[str, Read], count: int) -> None:
+    numbers = np.random.default_rng(1).integers(count, size=256)
+    rows = [read(numbers) for read in contestants.values()]
+    if not all(np.array_equal(some, rows[0]) for some in rows):
+        raise SystemExit("The contestants do not hold the same rows.")
 
 
 def tokenizers(options: argparse.Namespace, folder: Path) -> list[tuple[str, Path]]:
