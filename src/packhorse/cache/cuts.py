@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from packhorse.cache.plan import Range
-from packhorse.corpus.documents import TextFile, find_cut
+from packhorse.corpus.documents import TextFile
 from packhorse.corpus.filters import parse_filters
+from packhorse.corpus.lines import find_cut
 from packhorse.corpus.masks import is_excluded
 from packhorse.corpus.tables import file_version, open_arrow, open_parquet
 

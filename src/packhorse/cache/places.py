@@ -23,12 +23,12 @@ from packhorse.corpus.documents import (
     TextFile,
     count_rows,
     file_length,
-    find_cut,
     find_row,
     is_unicode,
     read_documents,
 )
 from packhorse.corpus.filters import LEFT_OUT
+from packhorse.corpus.lines import find_cut
 from packhorse.corpus.sources import Document, Files, Stream
 from packhorse.corpus.tables import cell_bytes, read_column, to_python
 from packhorse.errors import SourceError

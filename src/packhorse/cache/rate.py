@@ -6,7 +6,8 @@ import numpy as np
 
 from packhorse.cache.cuts import range_weight
 from packhorse.cache.plan import Range
-from packhorse.corpus.documents import Skipped, TextFile, find_cut, is_unicode, read_documents
+from packhorse.corpus.documents import Skipped, TextFile, is_unicode, read_documents
+from packhorse.corpus.lines import find_cut
 from packhorse.corpus.sources import Document
 
 SAMPLE_BYTES = 64 * 1024

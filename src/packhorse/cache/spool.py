@@ -17,8 +17,8 @@ import xxhash
 
 from packhorse.cache import store
 from packhorse.cache.regular import read_parts
-from packhorse.corpus.documents import decompress, starts_with_bracket
 from packhorse.corpus.filters import LEFT_OUT
+from packhorse.corpus.lines import decompress, starts_with_bracket
 from packhorse.corpus.sources import Document
 from packhorse.corpus.tables import file_version
 from packhorse.errors import CacheCorruptionError, SourceError

@@ -7,8 +7,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from packhorse.corpus.documents import Reading, TextFile, starts_with_bracket
+from packhorse.corpus.documents import Reading, TextFile
 from packhorse.corpus.filters import kind_of, parse_filters, wrong_kind
+from packhorse.corpus.lines import starts_with_bracket
 from packhorse.corpus.masks import column_kind
 from packhorse.corpus.tables import open_arrow, open_parquet
 from packhorse.errors import SourceError

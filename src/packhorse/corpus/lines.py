@@ -1,0 +1,180 @@
+r"""Text files -> pieces of bytes, each a document -> cells.
+
+Bytes are cut at b"\n" only (paragraphs at b"\n\n"): `str.splitlines` would also cut at U+2028 inside a JSON string.
+
+    b'{"text": "a"}\n{"text": "b"}\n'  ->  b'{"text": "a"}\n', b'{"text": "b"}\n'  ->  "a", "b"
+"""
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from packhorse.corpus.filters import LEFT_OUT, parse_filters, passes
+from packhorse.corpus.tables import to_ids
+from packhorse.errors import DocumentTooLongError, SourceError
+
+if TYPE_CHECKING:
+    from packhorse.corpus.documents import TextFile
+
+
+def line_cells(file: "TextFile", start: int, stop: int, batch_bytes: int, max_bytes: int | None) -> Iterator[list]:
+    """The cells of a range, about `batch_bytes` at a time: texts, lists of ids, `LEFT_OUT`, or what is no text.
+
+    Raises:
+        DocumentTooLongError: a document is longer than `max_bytes`.
+        SourceError: the file cannot be read, or a line is not valid JSON.
+    """
+    parse = _parse_json if file.kind == "jsonl" else _parse_text
+    cells: list = []
+    size = 0
+    place = start
+    for piece in pieces(file, start, stop, max_bytes):
+        cells.append(parse(piece, file, place))
+        place += len(piece)
+        size += len(piece)
+        if size >= batch_bytes:
+            yield cells
+            cells, size = [], 0
+    if cells:
+        yield cells
+
+
+def find_cut(file: "TextFile", place: int, stop: int) -> int:
+    """The first border between documents at or after byte `place`."""
+    if file.kind == "document":
+        return stop
+    border = b"\n\n" if file.kind == "paragraph" else b"\n"
+    place = max(place - len(border), 0)
+    with open(file.path, "rb") as stream:
+        stream.seek(place)
+        tail = b""
+        while place < stop:
+            data = stream.read(min(2**20, stop - place))
+            if not data:
+                break
+            at = (tail + data).find(border)
+            if at >= 0:
+                return min(place - len(tail) + at + len(border), stop)
+            tail = data[-(len(border) - 1) :] if len(border) > 1 else b""
+            place += len(data)
+    return stop
+
+
+def pieces(file: "TextFile", start: int, stop: int, max_bytes: int | None = None) -> Iterator[bytes]:
+    """The raw bytes of each document, borders included: together they are the whole range."""
+    border = {"paragraph": b"\n\n", "document": None}.get(file.kind, b"\n")
+    with _open(file.path) as stream:
+        if border is None:
+            refuse_longer(stop - start, max_bytes, file)
+            stream.seek(start)
+            data = stream.read(stop - start)
+            if data:
+                yield data
+            return
+        # Joined only where a document ends: a long one is not copied again for every block of it.
+        waiting: list[bytes] = []
+        for block in _blocks(stream, start, stop):
+            edge = waiting[-1][1 - len(border) :] if waiting and len(border) > 1 else b""
+            waiting.append(block)
+            if border not in edge + block:
+                refuse_longer(sum(map(len, waiting)), max_bytes, file)
+                continue
+            parts = b"".join(waiting).split(border)
+            tail = parts.pop()
+            waiting = [tail] if tail else []
+            for part in parts:
+                refuse_longer(len(part), max_bytes, file)
+                yield part + border
+        if waiting:
+            yield b"".join(waiting)
+
+
+def refuse_longer(size: int, max_bytes: int | None, file: "TextFile") -> None:
+    """Refuse a document that a memory limit leaves no room for."""
+    if max_bytes is not None and size > max_bytes:
+        raise DocumentTooLongError(
+            f"{file.path} has a document of {size / 1e6:,.1f} MB or more; `memory_limit` leaves room for "
+            f"{max_bytes / 1e6:,.1f} MB.\nRaise the limit, set fewer `workers`, or leave the document out."
+        )
+
+
+def decompress(path: str) -> Iterator[bytes]:
+    """The content of a compressed file (gz, zst, bz2, xz), a block at a time."""
+    import bz2
+    import lzma
+
+    openers = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
+    try:
+        with openers[Path(path).suffix](path, "rb") as stream:
+            while block := stream.read(2**20):
+                yield block
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        raise SourceError(f"The compressed file {path} cannot be read: it is damaged or cut off ({error}).") from None
+
+
+def starts_with_bracket(data: bytes) -> bool:
+    """Whether JSON that begins so is one array, not a row a line."""
+    return data.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
+
+
+def _parse_text(piece: bytes, file: "TextFile", place: int) -> str:
+    if file.kind != "document":
+        piece = piece.rstrip(b"\r\n")
+    return piece.decode("utf-8", "surrogateescape")
+
+
+def _parse_json(piece: bytes, file: "TextFile", place: int) -> object:
+    if not piece.strip():
+        return ""
+    try:
+        row = json.loads(piece)
+        if not isinstance(row, dict):
+            raise ValueError(f"an object with the key {file.column!r} is expected, not {type(row).__name__}")
+    except UnicodeDecodeError:
+        return piece  # counted as invalid
+    except (ValueError, RecursionError) as error:
+        if not file.is_strict:
+            return piece
+        raise SourceError(
+            f"{file.path}, line {_line_number(file, place)} is not valid JSON: {error}.\n"
+            "Set `invalid_rows: skip` to leave such lines out and count them: what was built stays, and the same "
+            "command goes on. A mended file is another file: to build from one, set `name`, for another cache."
+        ) from None
+    try:
+        if not passes(row, parse_filters(file.filters)):
+            return LEFT_OUT
+    except ValueError as error:
+        raise SourceError(f"{file.path}, line {_line_number(file, place)}: {error}.") from None
+    value = row.get(file.column)
+    return to_ids(value) if isinstance(value, list) else value
+
+
+def _line_number(file: "TextFile", place: int) -> int:
+    with open(file.path, "rb") as stream:
+        return 1 + sum(block.count(b"\n") for block in _blocks(stream, 0, place))
+
+
+def _open(path: str):
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise SourceError(f"The source file {path} cannot be read: {error.strerror}.") from None
+
+
+def _blocks(stream, start: int, stop: int) -> Iterator[bytes]:
+    stream.seek(start)
+    while start < stop:
+        block = stream.read(min(2**20, stop - start))
+        if not block:
+            raise SourceError(f"{stream.name} is shorter than it was when the plan was made.")
+        start += len(block)
+        yield block
+
+
+def _open_zstd(path: str, mode: str):
+    import pyarrow as pa
+
+    return pa.CompressedInputStream(pa.OSFile(path, mode), "zstd")
