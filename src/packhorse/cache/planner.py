@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from packhorse.cache import rate, spool
 from packhorse.cache.cuts import cut_ranges, first_bytes
 from packhorse.cache.duplicates import Duplicates
+from packhorse.cache.limits import Limits
 from packhorse.cache.locations import Locations, take
 from packhorse.cache.plan import Page, Plan, PlannedFile, Range
 from packhorse.cache.rate import tokens_per_byte, tokens_per_byte_of
-from packhorse.cache.record import read_record
-from packhorse.corpus.documents import TextFile, count_rows, file_length, find_row
+from packhorse.corpus.documents import file_length
 from packhorse.corpus.files import SourceFile, check_column, probe_file
 from packhorse.corpus.sources import Deferred, Document, Files, Source, Stream
 from packhorse.errors import SourceChangedError, SourceError
@@ -57,8 +57,14 @@ class Planner:
     ) -> None:
         self.plan, self.sources, self.count_tokens = plan, sources, count_tokens
         self.chunk_tokens = sequence_length * sequences_per_chunk
-        self.max_documents, self.max_chunks, self.max_tokens = max_documents, max_chunks, max_tokens
         self.locations = Locations(plan, sources)
+        self.limits = Limits(
+            plan=plan,
+            locations=self.locations,
+            max_documents=max_documents,
+            max_chunks=max_chunks,
+            max_tokens=max_tokens,
+        )
         self._duplicates = Duplicates(plan, self.locations) if deduplicate else None
         self._next_page = 0
 
@@ -191,23 +197,21 @@ class Planner:
 
     def _publish_files(self, ranges: list[Range], new_files: list[PlannedFile], done: dict[str, str]) -> Iterator[Page]:
         files = {number: self.locations.of_new(number, new_files) for number, _, _ in ranges}
-        rows = None
-        complete = True
-        if self.max_documents is not None:
-            ranges, rows, complete = self._limit(ranges, files)
+        ranges, rows, complete = self.limits.first_rows(ranges, files)
         finished = done if complete else {}
-        if self._is_full() if ranges else all(self.plan.finished.get(k) == v for k, v in finished.items()):
+        if self.limits.are_reached() if ranges else all(self.plan.finished.get(k) == v for k, v in finished.items()):
             return
         density = tokens_per_byte(ranges, files, self.count_tokens)
         chunk_bytes = max(1, round(self.chunk_tokens / density))
         max_tokens = None
-        if self.max_tokens is not None:
-            within = first_bytes(ranges, files, self._tokens_left() / density)
+        if (tokens_left := self.limits.tokens_left) is not None:
+            within = first_bytes(ranges, files, tokens_left / density)
             if within != ranges:
-                ranges, rows, complete, max_tokens = within, None, False, self.max_tokens
+                ranges, rows, complete, max_tokens = within, None, False, self.limits.max_tokens
         entries = list(cut_ranges(ranges, files, chunk_bytes))
-        if self.max_chunks is not None and len(entries) > self.max_chunks - self.plan.num_chunks:
-            entries, rows, complete = entries[: self.max_chunks - self.plan.num_chunks], None, False
+        within = entries[: self.limits.chunks_left]
+        if len(within) < len(entries):
+            entries, rows, complete = within, None, False
         finished = done if complete else {}
         # Files beyond `max_documents` do not enter the plan yet; those before are a prefix.
         last = max((number for entry in entries for number, _, _ in entry), default=-1)
@@ -223,72 +227,16 @@ class Planner:
             kept, entries, rows = kept[count:], entries[SEARCHED_CHUNKS:], None
         yield self._publish(kept, entries, chunk_bytes, density, rows, finished, max_tokens)
 
-    def _limit(self, ranges: list[Range], files: dict[int, TextFile]) -> tuple[list[Range], int, bool]:
-        """Cut the ranges where `max_documents` rows are reached."""
-        assert self.max_documents is not None
-        left = self.max_documents - self._planned_rows()
-        kept: list[Range] = []
-        rows = 0
-        for number, start, stop in ranges:
-            if left <= 0:
-                return kept, rows, False
-            cut = find_row(files[number], start, stop, left)
-            count = count_rows(files[number], start, cut)
-            kept.append((number, start, cut))
-            rows, left = rows + count, left - count
-            if cut < stop:
-                return kept, rows, False
-        return kept, rows, True
-
-    def _is_full(self) -> bool:
-        """Whether a limit on chunks or tokens leaves nothing to plan."""
-        return self._are_all(0) or (self.max_tokens is not None and self._tokens_left() < 1)
-
-    def _are_all(self, num_more: int) -> bool:
-        """Whether so many chunks more are all that `max_chunks` allows."""
-        return self.max_chunks is not None and self.plan.num_chunks + num_more >= self.max_chunks
-
-    def _tokens_left(self) -> int:
-        """What `max_tokens` leaves: by what was planned, not by what came of it, or every run would add a crumb."""
-        planned = 0
-        for page in self.plan.pages:
-            planned = planned + self._tokens_of(page) if page.max_tokens is None else page.max_tokens
-        return max(0, self.max_tokens - planned)
-
-    def _tokens_of(self, page: Page) -> int:
-        tokens = 0
-        for chunk in range(page.first_chunk, page.first_chunk + len(page.entries)):
-            try:
-                tokens += read_record(self.plan.folder, chunk).tokens
-            except FileNotFoundError:
-                tokens += round(page.chunk_bytes * page.tokens_per_byte)
-        return tokens
-
-    def _planned_rows(self) -> int:
-        total = 0
-        for page in self.plan.pages:
-            if page.rows is not None:
-                total += page.rows
-            else:
-                total += sum(count_rows(self.locations.locate(n), a, b) for entry in page.entries for n, a, b in entry)
-        return total
-
     def _publish_stream(self, source: Stream) -> Iterator[Page]:
         known = [file for file in self.plan.files if file.source == source.key]
         consumed = known[-1].stop if known else 0
         recorded = self.plan.finished.get(source.key)
         if recorded and recorded == source.fingerprint:
             return
-        left = None if self.max_documents is None else self.max_documents - self._planned_rows()
-        if (left is not None and left <= 0) or self._is_full():
+        left = self.limits.rows_left
+        if (left is not None and left <= 0) or self.limits.are_reached():
             return
-        if source.fingerprint != source.key:
-            # Nothing vouches for what was planned before but the content: a fingerprint may have changed since.
-            documents = source.read(0)
-            for part in known:
-                self.locations.check_part(part, take(documents, part.stop - part.start))
-        else:
-            documents = source.read(consumed)
+        documents = self._after(source, known)
         limited = documents if left is None else _limited(documents, left)
         head = _take_bytes(limited, rate.SAMPLE_BYTES)
         if not head:
@@ -298,32 +246,18 @@ class Planner:
         density = tokens_per_byte_of(head, self.count_tokens)
         chunk_bytes = max(1, round(self.chunk_tokens / density))
         taken = chained = itertools.chain(head, limited)
-        if self.max_tokens is not None:
-            taken = _first_bytes(chained, self._tokens_left() / density)
-        parts = spool.cut_stream(taken, chunk_bytes)
-        if self.max_chunks is not None:
-            parts = itertools.islice(parts, self.max_chunks - self.plan.num_chunks)
+        if (tokens_left := self.limits.tokens_left) is not None:
+            taken = _first_bytes(chained, tokens_left / density)
+        parts = itertools.islice(spool.cut_stream(taken, chunk_bytes), self.limits.chunks_left)
         files: list[PlannedFile] = []
         while True:
             part = next(parts, None)
             if part is not None:
-                file = PlannedFile(
-                    source=source.key,
-                    path="",
-                    kind="parquet",
-                    column="document",
-                    packed="stream",
-                    size=len(part),
-                    probe=spool.digest_documents(part),
-                    start=consumed,
-                    stop=consumed + len(part),
-                )
-                spool.write_documents(part, self.locations.spool_path(file))
-                files.append(file)
-                consumed += len(part)
+                files.append(self._spool(source, part, consumed))
+                consumed = files[-1].stop
             # What `max_tokens` or `max_chunks` left is still in `chained`; what `max_documents` left, in `documents`.
             is_cut = part is None and next(chained, _END) is not _END
-            max_tokens = self.max_tokens if is_cut and not self._are_all(len(files)) else None
+            max_tokens = self.limits.max_tokens if is_cut and self.limits.chunks_left != len(files) else None
             if (files and (part is None or len(files) == STREAM_PARTS)) or max_tokens is not None:
                 first = len(self.plan.files)
                 entries = [[(first + i, 0, f.size)] for i, f in enumerate(files)]
@@ -334,6 +268,32 @@ class Planner:
                 files = []
             if part is None:
                 return
+
+    def _after(self, source: Stream, known: list[PlannedFile]) -> Iterator[Document]:
+        """What a stream gives after the parts of it that are planned."""
+        if source.fingerprint == source.key:
+            return source.read(known[-1].stop if known else 0)
+        # Nothing vouches for what was planned before but the content: a fingerprint may have changed since.
+        documents = source.read(0)
+        for part in known:
+            self.locations.check_part(part, take(documents, part.stop - part.start))
+        return documents
+
+    def _spool(self, source: Stream, part: list[Document], start: int) -> PlannedFile:
+        """Keep a part of a stream until its chunk is built."""
+        file = PlannedFile(
+            source=source.key,
+            path="",
+            kind="parquet",
+            column="document",
+            packed="stream",
+            size=len(part),
+            probe=spool.digest_documents(part),
+            start=start,
+            stop=start + len(part),
+        )
+        spool.write_documents(part, self.locations.spool_path(file))
+        return file
 
     def _publish(
         self,
