@@ -7,12 +7,16 @@ import time
 from pathlib import Path
 
 import pytest
+from lightning import Callback, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from packhorse.cache import open_cache, update_cache
 from packhorse.cache.background import BackgroundBuilder, Lease, take_up
 from packhorse.cache.selection import Selection
 from packhorse.cache.update import build_selection
 from packhorse.errors import CacheError, SettingsError
+from packhorse.training.live import set_epoch_length
+from packhorse.training.progress_bar import RunProgressBar
 from resuming import Watch, assert_once_per_epoch, chain, hash_of, read_trace
 from test_training import datamodule, module, trainer, write_corpus
 
@@ -54,6 +58,35 @@ def test_a_run_that_begins_before_the_cache_is_built_trains_on_all_of_it(corpus,
     assert_once_per_epoch(chain((steps, 0, len(steps))), numbers_of(whole), all_sizes(whole))
     assert "dataset expanded" in capfd.readouterr().err
     assert whole.snapshot.num_chunks == data.run.state.caches[0].num_chunks
+
+
+class Longer(Callback):
+    """Tells Lightning of a longer epoch while it goes on, and keeps what the bar shows at its end."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+        """In the second batch."""
+        if batch_idx == 1:
+            set_epoch_length(trainer, 6)
+
+    def on_train_epoch_end(self, trainer, module) -> None:
+        """Before the bar is gone."""
+        self.bar = trainer.progress_bar_callback.train_progress_bar
+
+
+def test_the_bar_of_an_epoch_that_grows_goes_to_its_new_end(tmp_path):
+    longer = Longer()
+    quiet = {"enable_checkpointing": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    training = Trainer(
+        default_root_dir=tmp_path,
+        max_epochs=1,
+        limit_train_batches=4,
+        limit_val_batches=0,
+        callbacks=[RunProgressBar(), longer],
+        **quiet,
+    )
+    training.fit(BoringModel())
+    assert training.global_step == 6
+    assert (longer.bar.completed, longer.bar.total) == (6, 6)
 
 
 class SlowBuilder:

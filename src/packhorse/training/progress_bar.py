@@ -1,5 +1,7 @@
 """A live line of a run: tokens per second, the epoch of the data as a fraction, the time left of the whole run."""
 
+from typing import Any
+
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 
@@ -27,3 +29,10 @@ class RunProgressBar(RichProgressBar):
             **({} if left is None else {"left": duration(left)}),
             **metrics,
         }
+
+    def on_train_batch_end(self, trainer: Trainer, *more: Any) -> None:
+        """Go on to the end that the epoch has now: it may be longer, by chunks that were built meanwhile."""
+        if self.progress is not None and self.train_progress_bar_id is not None:
+            if self.train_progress_bar.total != self.total_train_batches:
+                self.progress.update(self.train_progress_bar_id, total=self.total_train_batches)
+        super().on_train_batch_end(trainer, *more)
