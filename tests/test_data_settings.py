@@ -111,6 +111,10 @@ def test_a_run_over_a_mixture_takes_each_cache_by_its_weight_and_goes_on_exactly
     stored = [cache.read([int(n)]).tokens[0] for c, n in data.order.sequence_numbers(28, 8)
               for cache in [list(data.caches.values())[c]]]  # fmt: skip
     np.testing.assert_array_equal(batch["input_ids"].numpy(), np.stack(stored))
+    next_ones = data.rows("train")[data.order.sequence_numbers(4 * 12, 40)]["labels"].flatten()
+    shares = next_ones[next_ones >= 0].bincount() / (next_ones >= 0).sum()
+    entropy = -(shares * shares.log()).nansum()
+    assert data.unigram_entropy(40) == pytest.approx(float(entropy), rel=1e-5), "of the caches as they are mixed now"
     _, _, resumed = run(steps=0, start=str(tmp_path / "saved.ckpt"))
     assert all((a == b).all() for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
 

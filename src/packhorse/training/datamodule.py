@@ -21,7 +21,6 @@ from packhorse.cache.selection import Selection
 from packhorse.cache.tokenizers import resolve_tokenizer
 from packhorse.cache.update import build_selection
 from packhorse.errors import CacheIncompleteError, SettingsError, SnapshotMismatch, TokenizerError
-from packhorse.training.batches import derive
 from packhorse.training.caches import open_caches, snapshots_of
 from packhorse.training.live import EVERY_STEPS, POLL_SECONDS, LiveCaches, set_epoch_length
 from packhorse.training.mixture import RunOrder
@@ -208,14 +207,21 @@ class TokenDataModule(LightningDataModule):
         return time.monotonic() - start
 
     def unigram_entropy(self, sequences: int = 2_048) -> float:
-        """Nats per token that guessing by frequency alone would cost on the first training sequences.
+        """Nats per token that guessing by frequency alone would cost, on some training sequences.
 
         A model must fall well below it: it is the loss of knowing the words but nothing about their order.
+
+        Args:
+            sequences: So many are looked at: the first of the cache, or of a mixture the next ones.
         """
-        cache = self._opened
-        numbers = np.arange(min(sequences, cache.num_sequences("train")))
-        rows = cache.read(numbers)
-        labels = derive(rows.tokens, rows.piece_lengths, rows.repeated).labels
+        rows = self.rows("train")
+        if len(self.caches) > 1 and self.run is not None:
+            numbers = self.order.sequence_numbers(self.plan.state.trained(self._trainer.global_step), sequences)
+        else:
+            (number, cache), *_ = rows.caches.items()
+            count = min(sequences, cache.num_sequences("train"))
+            numbers = np.stack([np.full(count, number), np.arange(count)], axis=1)
+        labels = rows[numbers]["labels"].numpy()
         counts = np.bincount(labels[labels >= 0])
         shares = counts[counts > 0] / counts.sum()
         return float(-(shares * np.log(shares)).sum())
