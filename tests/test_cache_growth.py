@@ -1,12 +1,15 @@
 """Laws of growth: what is there stays, in its place and on its side; only the new is added, once."""
 
+import gzip
+import json
 import shutil
 
 import numpy as np
 import pytest
 
 from conftest import all_tokens, documents_in, make_texts, payloads, texts_in, write_jsonl, write_parquet
-from packhorse.cache import Cache
+from packhorse.cache import Cache, planner
+from packhorse.cache.plan import Plan
 from packhorse.errors import SourceChangedError, SourceError
 
 TEXTS = make_texts(120, seed=1, words=20)
@@ -74,8 +77,6 @@ def less_limited_iterable(folder):
 
 
 def compressed(folder):
-    import gzip
-
     path = write_jsonl(folder / "a.jsonl", TEXTS)
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
     return (f"{path}.gz", {"max_documents": 33}), (f"{path}.gz", {})
@@ -140,6 +141,92 @@ def test_a_moved_source_folder_changes_nothing(build, tmp_path):
     assert build(str(tmp_path / "there"), name="moved").snapshot.digest == before.snapshot.digest
     write_jsonl(tmp_path / "there/c.jsonl", TEXTS[80:])
     assert texts_in(build(str(tmp_path / "there"), name="moved")) == TEXTS
+
+
+def test_lines_appended_to_a_file_that_was_moved_are_continued(build, tmp_path):
+    (tmp_path / "here").mkdir()
+    write_jsonl(tmp_path / "here/a.jsonl", TEXTS[:40])
+    build(str(tmp_path / "here"), name="moved")
+    write_jsonl(tmp_path / "here/a.jsonl", TEXTS[40:70], "a")
+    build(str(tmp_path / "here"), name="moved", max_documents=50)
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    write_jsonl(tmp_path / "there/a.jsonl", TEXTS[70:], "a")
+    assert texts_in(build(str(tmp_path / "there"), name="moved")) == TEXTS
+    shutil.move(tmp_path / "there/a.jsonl", tmp_path / "a.jsonl")
+    write_jsonl(tmp_path / "a.jsonl", ["one more"], "a")
+    assert texts_in(build(str(tmp_path / "a.jsonl"), name="moved")) == [*TEXTS, "one more"]
+
+
+def test_a_longer_file_of_the_same_name_beside_the_one_that_is_planned_is_another(build, tmp_path):
+    for folder, texts in (("one", TEXTS[:30]), ("two", TEXTS[:50])):
+        (tmp_path / "data" / folder).mkdir(parents=True)
+        write_jsonl(tmp_path / "data" / folder / "a.jsonl", texts)
+        cache = build(str(tmp_path / "data"), name="both")
+    assert texts_in(cache) == TEXTS[:30] + TEXTS[:50]
+
+
+@pytest.mark.parametrize("limit", ["max_documents", "max_chunks", "max_tokens"])
+def test_what_a_limit_cut_off_of_a_finished_source_that_grew_is_planned_later(limit, build, tmp_path):
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data/a.jsonl", TEXTS[:20])
+    first = build(str(tmp_path / "data"), sequences_per_chunk=4)
+    assert texts_in(first) == TEXTS[:20]
+    write_jsonl(tmp_path / "data/b.jsonl", TEXTS[20:])
+    most = {"max_documents": 60, "max_chunks": first.snapshot.num_chunks + 3, "max_tokens": first.summary.tokens * 2}
+    some = texts_in(build(str(tmp_path / "data"), sequences_per_chunk=4, **{limit: most[limit]}))
+    assert 20 < len(some) < len(TEXTS)
+    assert texts_in(build(str(tmp_path / "data"), sequences_per_chunk=4)) == TEXTS
+
+
+def test_growth_that_dies_between_two_pages_is_planned_to_its_end_later(build, tmp_path, monkeypatch):
+    settings = {"deduplicate": "exact", "sequences_per_chunk": 4}
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data/a.jsonl", TEXTS[:20])
+    build(str(tmp_path / "data"), **settings)
+    write_jsonl(tmp_path / "data/b.jsonl", TEXTS[20:])
+    monkeypatch.setattr(planner, "SEARCHED_CHUNKS", 2)
+    publish = Plan.publish
+    monkeypatch.setattr(Plan, "publish", lambda plan, page: publish(plan, page) if page.page < 2 else _die())
+    with pytest.raises(KeyboardInterrupt):
+        build(str(tmp_path / "data"), **settings)
+    monkeypatch.setattr(Plan, "publish", publish)
+    assert texts_in(build(str(tmp_path / "data"), **settings)) == TEXTS
+
+
+def _die() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("deduplicate", ["none", "exact"])
+def test_who_plans_from_spools_that_another_removes_meanwhile_adopts_the_others_plan(
+    deduplicate, build, tmp_path, monkeypatch
+):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    plans_at_last = planner.tokens_per_byte
+    done = []
+
+    def is_overtaken(*arguments):
+        if not done:
+            done.append("another")
+            done.append(build(f"{path}.gz", deduplicate=deduplicate))
+            assert not list(done[1].folder.glob("spool/*"))
+        return plans_at_last(*arguments)
+
+    monkeypatch.setattr(planner, "tokens_per_byte", is_overtaken)
+    cache = build(f"{path}.gz", deduplicate=deduplicate)
+    assert cache.snapshot.digest == done[1].snapshot.digest
+    assert texts_in(cache) == TEXTS
+
+
+def test_another_column_of_a_file_is_other_text(build, tmp_path):
+    rows = [{"question": f"What is {text}", "answer": text} for text in TEXTS]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    question, answer = ({"path": str(tmp_path / "a.jsonl"), "text_column": name} for name in rows[0])
+    build([question], name="both")
+    cache = build([question, answer], name="both")
+    assert texts_in(cache) == [row["question"] for row in rows] + [row["answer"] for row in rows]
+    assert build([question, answer], name="both").snapshot.digest == cache.snapshot.digest
 
 
 def test_a_chunk_is_built_again_from_where_a_source_is_now(build, tmp_path):

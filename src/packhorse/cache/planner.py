@@ -15,9 +15,10 @@ from packhorse.cache.duplicates import Duplicates
 from packhorse.cache.limits import Limits
 from packhorse.cache.locations import Locations, take
 from packhorse.cache.plan import Page, Plan, PlannedFile, Range
+from packhorse.cache.planned import PlannedFiles
 from packhorse.cache.rate import tokens_per_byte, tokens_per_byte_of
 from packhorse.corpus.documents import file_length
-from packhorse.corpus.files import SourceFile, check_column, probe_file
+from packhorse.corpus.files import SourceFile, check_column
 from packhorse.corpus.sources import Deferred, Document, Files, Source, Stream
 from packhorse.errors import SourceChangedError, SourceError
 
@@ -81,8 +82,12 @@ class Planner:
             try:
                 yield from self._extend()
                 return
-            except _Overtaken:
-                # Another builder published a page of its own: what was worked out here is out of date.
+            except (_Overtaken, SourceError, FileNotFoundError):
+                # Another builder published a page of its own: what was worked out here is out of date, and spools that
+                # it was worked out from may be gone.
+                self.plan.reload()
+                if len(self.plan.pages) == self._next_page:
+                    raise
                 yield from self.plan.pages[self._next_page :]
 
     def _extend(self) -> Iterator[Page]:
@@ -119,6 +124,8 @@ class Planner:
             files = source.files if isinstance(source, Files) else []
             if source.key in keys or any(f.probe in probes or f.file.path in paths for f in files):
                 return
+            if files and any(PlannedFiles(self.plan, source).before(file) is not None for file in files):
+                return
         raise SourceError(
             f"The cache {self.plan.folder} was built from {', '.join(sorted(keys))}; "
             f"the settings name only {', '.join(source.key for source in self.sources)}.\n"
@@ -127,25 +134,22 @@ class Planner:
 
     def _unplanned(self, source: Files, new_files: list[PlannedFile]) -> list[Range]:
         """Ranges of a source's files that are not in the plan; files that are new are appended to `new_files`."""
-        planned = self.plan.files
-        numbers: dict[tuple[int, str], list[int]] = {}
-        for number, file in enumerate(planned):
-            numbers.setdefault((file.size, file.probe), []).append(number)
+        planned = PlannedFiles(self.plan, source)
         stops = self._stops()
         ranges: list[Range] = []
         for file in source.files:
-            known = numbers.get((file.size, file.probe))
-            if known:
-                number = known.pop(0)
+            number = planned.take(file)
+            is_known = number is not None
+            if is_known:
                 self.locations.places[number] = file.file.path
                 start = stops[number]
                 if not file.packed and not file.file.counts_rows and start == file.size:
                     continue  # without opening it
-                if source.key in self.plan.finished and start:
+                if start and number in planned.complete:
                     continue
             else:
-                start = self._appended(file, stops)
-                number = len(planned) + len(new_files)
+                start = self._appended(file, planned, stops)
+                number = len(self.plan.files) + len(new_files)
                 new_files.append(
                     PlannedFile(
                         source=source.key,
@@ -159,7 +163,7 @@ class Planner:
                 )
                 self.locations.places[number] = file.file.path
             readable = self.locations.readable(file)
-            if not known:
+            if not is_known:
                 check_column(readable)
             length = file_length(readable)
             if start < length:
@@ -175,20 +179,19 @@ class Planner:
                     stops[number] = max(stops[number], stop)
         return stops
 
-    def _appended(self, file: SourceFile, stops: Counter[int]) -> int:
+    def _appended(self, file: SourceFile, planned: PlannedFiles, stops: Counter[int]) -> int:
         """Where to begin in a file that is new: at 0, or behind what was planned when it was shorter."""
-        before = [n for n, f in enumerate(self.plan.files) if f.path == file.file.path]
-        if not before:
+        before = planned.before(file)
+        if before is None:
             return 0
-        old = self.plan.files[before[-1]]
-        can_be_continued = not file.packed and not file.file.counts_rows and file.file.kind != "document"
-        if can_be_continued and file.size > old.size and probe_file(file.file.path, old.size)[1] == old.probe:
+        if planned.is_continued(before, file):
             # Not necessarily its end: `max_documents` may have stopped before it.
-            place = stops[before[-1]]
+            place = stops[before]
             with open(file.file.path, "rb") as stream:
                 stream.seek(max(place - 1, 0))
                 if place == 0 or b"\n" in stream.read(2):
                     return place
+        old = self.plan.files[before]
         raise SourceChangedError(
             f"The source file {old.path} has changed since the cache {self.plan.folder} was built from it "
             f"({old.size:,} bytes then, {file.size:,} now).\n"
