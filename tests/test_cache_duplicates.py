@@ -61,6 +61,18 @@ def test_what_is_added_later_is_compared_with_all_before(build, tmp_path):
     assert texts_in(cache) == firsts(TEXTS + new)
 
 
+def test_growth_reads_nothing_of_the_text_before(build, tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", UNIQUE[:50])
+    before = payloads(build(str(folder), deduplicate="exact"))
+    (folder / "a.jsonl").unlink()
+    write_jsonl(folder / "b.jsonl", TEXTS)
+    cache = build(str(folder), deduplicate="exact")
+    assert payloads(cache)[: len(before)] == before
+    assert texts_in(cache) == firsts(UNIQUE[:50] + TEXTS)
+
+
 @pytest.mark.parametrize("damage", ["missing", "flipped", "of another page", "cut"])
 def test_kept_hashes_that_are_lost_or_damaged_are_made_again(build, tmp_path, damage):
     path = str(write_jsonl(tmp_path / "a.jsonl", TEXTS[:60]))

@@ -169,7 +169,7 @@ def _path(folder: Path, page: Page) -> Path:
 def _save(folder: Path, page: Page, hashes: np.ndarray) -> None:
     data = np.ascontiguousarray(hashes, "<u8").tobytes()
     store.make_folder(folder / "duplicates")
-    store.replace(_path(folder, page), HEADER.pack(MAGIC, len(hashes), _seal(page, data)) + data)
+    store.replace(_path(folder, page), HEADER.pack(MAGIC, hashes.shape[1], _seal(page, data)) + data)
 
 
 def _load(folder: Path, page: Page) -> np.ndarray | None:
