@@ -1,9 +1,12 @@
 """Laws of `deduplicate: exact`: the first place in the plan stays, whatever the source, and however the cache grows."""
 
 import gzip
+import json
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -104,6 +107,19 @@ def test_pages_that_are_searched_are_small_and_together_the_same(build, tmp_path
     assert all(len(page.entries) <= 2 for page in plan.pages)
     assert [page.finished for page in plan.pages[:-1]] == [{}] * (len(plan.pages) - 1)
     assert plan.files == Plan(whole.folder).files
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "stream"])
+def test_what_filters_leave_out_has_no_place_whatever_the_source(build, kind, tmp_path):
+    rows = [{"text": text, "score": place % 3} for place, text in enumerate(TEXTS)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=30)
+    source = rows if kind == "stream" else str(tmp_path / f"a.{kind}")
+    cache = build(source, deduplicate="exact", filters=["score >= 1"])
+    passed = [row["text"] for row in rows if row["score"]]
+    assert texts_in(cache) == firsts(passed)
+    assert cache.summary.rows_filtered == len(rows) - len(passed)
+    assert cache.summary.rows_duplicate == len(passed) - len(firsts(passed))
 
 
 def test_worker_processes_drop_what_this_one_drops(build, source, tmp_path):

@@ -49,8 +49,7 @@ class Locations:
         if planned.packed == "stream":
             if not spool.is_whole(target):
                 self._spool_again(planned, target)
-            filters = spool.FILTERS if self.filters else ()
-            return TextFile(path=str(target), kind="parquet", column="document", filters=filters)
+            return self._file(target, planned)
         if planned.packed and spool.is_whole(target):
             return self._file(target, planned)
         path = self.places.get(number, planned.path)
@@ -114,7 +113,11 @@ class Locations:
         return self.spool / f"{planned.probe}.{suffix}"
 
     def _file(self, path: Path | str, planned: PlannedFile) -> TextFile:
-        return TextFile(path=str(path), kind=planned.kind, column=planned.column, filters=self.filters)
+        filters = self.filters
+        if filters and planned.packed == "stream":
+            # It was filtered before it was spooled: the columns that the filters compare are not there.
+            filters = spool.FILTERS
+        return TextFile(path=str(path), kind=planned.kind, column=planned.column, filters=filters)
 
     def _spool_again(self, planned: PlannedFile, target: Path) -> None:
         deferred = next((s for s in self.sources if isinstance(s, Deferred) and s.key == planned.source), None)
