@@ -1,5 +1,6 @@
 """Laws of `copy` and `remove`: the copy is the cache, at any moment a whole one; and only a cache is removed."""
 
+import gzip
 import json
 import os
 import time
@@ -7,13 +8,16 @@ import time
 import pytest
 
 from conftest import all_tokens, file_bytes, make_texts, write_jsonl
-from packhorse.cache import Cache, copying, store
+from packhorse.cache import Cache, CacheSettings, copying, progress, store, update_cache
 from packhorse.cache.check import check_cache
 from packhorse.cache.claims import Claims
 from packhorse.cache.copying import copy_cache
-from packhorse.cache.removal import remove_cache
+from packhorse.cache.removal import PARTS, remove_cache
+from packhorse.cache.selection import Selection
+from packhorse.cache.suspects import Suspects
+from packhorse.cache.update import build_selection
 from packhorse.cli import main
-from packhorse.errors import CacheCorruptionError, CacheError, StorageIOError
+from packhorse.errors import CacheCorruptionError, CacheError, EngineMismatch, StorageIOError
 from test_cache_check import file_of, tree
 
 
@@ -193,6 +197,25 @@ def test_remove_asks_who_sits_at_a_terminal(cache, monkeypatch, answer, gone):
     monkeypatch.setattr("sys.stdin", Terminal(answer))
     assert main(["cache", "remove", str(cache.folder)]) == 0
     assert cache.folder.exists() != gone
+
+
+def test_all_that_builds_make_is_of_the_cache_and_removed_with_it(tmp_path, gpt2_like, monkeypatch):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)  # else only long builds keep a log
+    path = write_jsonl(tmp_path / "a.jsonl", make_texts(40, words=20))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    settings = CacheSettings(
+        source=str(tmp_path / "a.jsonl.gz"),
+        deduplicate="exact",
+        tokenizer=str(gpt2_like),
+        cache_dir=str(tmp_path / "cache"),
+        workers=0,
+    )
+    folder = update_cache(settings, quiet=True).folder
+    Suspects(folder).add(EngineMismatch("fastokens 0", "a text"))
+    build_selection(settings, Selection(), start_over=True, quiet=True)
+    assert {part.name for part in folder.iterdir()} == set(PARTS)
+    remove_cache(folder)
+    assert not folder.exists()
 
 
 def test_what_is_not_only_a_cache_is_not_removed(cache, tmp_path):

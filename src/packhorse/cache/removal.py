@@ -11,7 +11,7 @@ from packhorse.errors import CacheError
 
 PARTS = (
     *("recipe.json", "metadata.json", "tokenizer", "plan", "chunks", "records", "index"),
-    *("spool", "suspects", "quarantine", "claims"),
+    *("spool", "suspects", "quarantine", "claims", "duplicates", "log"),
 )
 """What a cache's folder holds; where there is anything else, it is not ours to remove."""
 
