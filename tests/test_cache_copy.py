@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 import time
 
 import pytest
@@ -168,6 +169,28 @@ def test_a_copy_over_another_cache_or_other_files_is_refused(cache, build, tmp_p
     assert tree(tmp_path) == before
     assert main(["cache", "copy", str(cache.folder), "--to", str(tmp_path / "copy"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["chunks"] == cache.snapshot.num_chunks
+
+
+def test_a_copy_over_another_build_of_the_cache_is_refused(cache, build, tmp_path):
+    target = tmp_path / "copy"
+    copy_cache(cache.folder, str(target))
+    shutil.rmtree(cache.folder)
+    write_jsonl(tmp_path / "a.jsonl", make_texts(40, seed=5, words=20))
+    again = build(str(tmp_path / "a.jsonl"), sequences_per_chunk=12)
+    assert again.folder == cache.folder
+    kept = tree(target)
+    with pytest.raises(CacheError, match="holds another build of this cache"):
+        copy_cache(again.folder, str(target))
+    assert tree(target) == kept
+    # The same build, of which the copy has a page more; and before, one page of which it has only a part.
+    shutil.rmtree(target)
+    copy_cache(again.folder, str(target))
+    page = (target / "plan/000000.json").read_bytes()
+    (target / "plan/000000.json").write_bytes(page[:50])
+    assert copy_cache(again.folder, str(target)).files == 1
+    shutil.copy(target / "plan/000000.json", target / "plan/000001.json")
+    with pytest.raises(CacheError, match=r"plan/000001\.json"):
+        copy_cache(again.folder, str(target))
 
 
 # -- remove

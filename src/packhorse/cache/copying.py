@@ -135,7 +135,7 @@ def copy_cache(folder: Path, target: str, verify: bool = True, quiet: bool = Tru
 
     Raises:
         CacheCorruptionError: a file of the cache is damaged; what was copied before is complete.
-        CacheError: the target holds another cache.
+        CacheError: the target holds another cache, or another build of this one.
         StorageFullError, StorageIOError: see there.
     """
     place: Place = Bucket(target) if "://" in target else Folder(Path(target).expanduser())
@@ -156,6 +156,7 @@ class _Copying:
             raise CacheError(f"{self.target} holds another cache. Name another target.")
         if self.there and "recipe.json" not in self.there and not all(map(_is_of_a_cache, self.there)):
             raise CacheError(f"{self.target} is not empty, and not a cache. Name another target.")
+        self._refuse_another_plan()
         # The index of this moment: it must not name chunks that are committed after the next line.
         index = self._index()
         records = self._records()
@@ -179,6 +180,19 @@ class _Copying:
         if (self.folder / "metadata.json").exists():
             self._small("metadata.json")
         return Copied(target=self.target, files=self.files, bytes=self.bytes, skipped=self.skipped, chunks=len(records))
+
+    def _refuse_another_plan(self) -> None:
+        """Chunks of two plans do not go together: pages of the copy must be pages of the cache."""
+        for name in sorted(self.there):
+            if not name.startswith("plan/") or store.TEMPORARY in name:
+                continue
+            ours = self.folder / name
+            # One that is cut off was being sent when a copying was stopped: not every place is atomic.
+            if not ours.exists() or not read_file(ours, MAX_SMALL_BYTES).startswith(b"".join(self.place.read(name))):
+                raise CacheError(
+                    f"{self.target} holds another build of this cache: its {name} is not that of {self.folder}.\n"
+                    "Name another target, or remove it."
+                )
 
     def _index(self) -> dict[str, bytes]:
         index = Index(self.folder)
