@@ -8,7 +8,7 @@ from packhorse.corpus.documents import TextFile
 from packhorse.corpus.filters import parse_filters
 from packhorse.corpus.lines import find_cut
 from packhorse.corpus.masks import is_excluded
-from packhorse.corpus.tables import file_version, open_arrow, open_parquet
+from packhorse.corpus.tables import column_bytes, file_version, open_arrow, open_parquet
 
 
 def cut_ranges(ranges: list[Range], files: dict[int, TextFile], chunk_bytes: int) -> Iterator[list[Range]]:
@@ -104,17 +104,13 @@ def _read_row_groups(file: TextFile, version: tuple[int, ...]) -> list[tuple[int
         return [(0, len(column), column.nbytes)] if len(column) else []
     groups = []
     comparisons = parse_filters(file.filters)
-    metadata = open_parquet(file.path).metadata
+    opened = open_parquet(file.path)
     first = 0
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        size = sum(
-            column.total_uncompressed_size
-            for column in map(group.column, range(group.num_columns))
-            if column.path_in_schema.split(".")[0] == file.column
-        )
-        if group.num_rows:
+    for number in range(opened.num_row_groups):
+        rows = opened.metadata.row_group(number).num_rows
+        if rows:
             # What is known to be left out has no text to read.
-            groups.append((first, group.num_rows, 0 if is_excluded(group, comparisons) else size))
-        first += group.num_rows
+            is_left_out = is_excluded(opened, number, comparisons)
+            groups.append((first, rows, 0 if is_left_out else column_bytes(opened, number, file.column)))
+        first += rows
     return groups

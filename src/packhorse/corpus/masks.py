@@ -9,9 +9,11 @@ _COMPARE = {"==": "equal", "!=": "not_equal", "<": "less", "<=": "less_equal", "
 """The functions of pyarrow."""
 
 
-def is_excluded(group, comparisons: tuple[Comparison, ...]) -> bool:
-    """Whether the statistics of a row group prove that none of its rows passes."""
-    columns = {group.column(i).path_in_schema: group.column(i) for i in range(group.num_columns)}
+def is_excluded(file, number: int, comparisons: tuple[Comparison, ...]) -> bool:
+    """Whether the statistics of a row group of an opened parquet file prove that none of its rows passes."""
+    group = file.metadata.row_group(number)
+    # `a.b` may be a column, and at the same time a part of the struct `a`.
+    columns = {path[0]: group.column(i) for i, path in enumerate(file.reader.column_paths) if len(path) == 1}
     return any(_excludes(columns[c.column].statistics, c, group.num_rows) for c in comparisons if c.column in columns)
 
 

@@ -48,6 +48,20 @@ def _open_parquet(path: str, version: tuple[int, ...]):
         raise SourceError(f"The parquet file {path} cannot be read: it is damaged or cut off ({error}).") from None
 
 
+def column_bytes(file, number: int, name: str) -> int:
+    """Bytes of a column in a row group of a parquet file, uncompressed.
+
+    Args:
+        file: The opened file.
+        number: Of the row group.
+        name: Of the column. Parquet keeps lists and structs as several columns that begin with it; a dot may be part of
+            it, so the joined paths of parquet's own metadata do not tell.
+    """
+    group = file.metadata.row_group(number)
+    paths = enumerate(file.reader.column_paths)
+    return sum(group.column(i).total_uncompressed_size for i, path in paths if path[0] == name)
+
+
 def open_arrow(path: str):
     """The table in an arrow file (stream or file format), memory-mapped."""
     return _open_arrow(path, file_version(path))
@@ -77,13 +91,13 @@ def _row_group(path: str, version: tuple[int, ...], number: int, column: str, fi
 
     try:
         if not filters:
-            return read(column).column(0), None
-        group = _open_parquet(path, version).metadata.row_group(number)
+            return read(column).column(column), None
+        file = _open_parquet(path, version)
         comparisons = parse_filters(filters)
-        if is_excluded(group, comparisons):
-            return pa.nulls(0, pa.string()), np.zeros(group.num_rows, bool)
+        if is_excluded(file, number, comparisons):
+            return pa.nulls(0, pa.string()), np.zeros(file.metadata.row_group(number).num_rows, bool)
         keep = keep_rows(read(*{c.column for c in comparisons}), comparisons)
-        return (read(column).column(0).filter(keep) if keep.any() else pa.nulls(0, pa.string())), keep
+        return (read(column).column(column).filter(keep) if keep.any() else pa.nulls(0, pa.string())), keep
     except (pa.ArrowException, OSError) as error:
         raise SourceError(f"Row group {number} of the parquet file {path} cannot be read: {error}") from None
 
@@ -102,12 +116,12 @@ def read_column(
         yield (table.column(column) if keep is None else table.column(column).filter(keep)), keep
         return
     version = file_version(path)
-    metadata = _open_parquet(path, version).metadata
+    opened = _open_parquet(path, version)
     first = 0
-    for number in range(metadata.num_row_groups):
-        rows = metadata.row_group(number).num_rows
+    for number in range(opened.num_row_groups):
+        rows = opened.metadata.row_group(number).num_rows
         low, high = max(start, first) - first, min(stop, first + rows) - first
-        if low < high and _bytes_of(metadata.row_group(number), column) > LARGE_GROUP:
+        if low < high and column_bytes(opened, number, column) > LARGE_GROUP:
             yield from _large_group(path, version, number, column, filters, low, high)
         elif low < high:
             cells, keep = _row_group(path, version, number, column, filters)
@@ -144,11 +158,6 @@ def _sizes(array) -> np.ndarray:
     return unit * np.diff(offsets).astype(np.int64)
 
 
-def _bytes_of(group, name: str) -> int:
-    columns = map(group.column, range(group.num_columns))
-    return sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] == name)
-
-
 def _large_group(
     path: str, version: tuple[int, ...], number: int, column: str, filters: tuple[str, ...], low: int, high: int
 ) -> Iterator[tuple[Any, np.ndarray | None]]:
@@ -156,12 +165,13 @@ def _large_group(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    group = _open_parquet(path, version).metadata.row_group(number)
+    opened = _open_parquet(path, version)
     comparisons = parse_filters(filters)
-    if filters and is_excluded(group, comparisons):
+    if filters and is_excluded(opened, number, comparisons):
         yield pa.nulls(0, pa.string()), np.zeros(high - low, bool)
         return
-    batch_rows = max(1, group.num_rows * BATCH_BYTES // _bytes_of(group, column))
+    num_rows = opened.metadata.row_group(number).num_rows
+    batch_rows = max(1, num_rows * BATCH_BYTES // column_bytes(opened, number, column))
     columns = list(dict.fromkeys([column, *(comparison.column for comparison in comparisons)]))
     first = 0
     try:
