@@ -4,7 +4,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from packhorse.errors import SettingsError
 from packhorse.models import (
@@ -69,3 +69,11 @@ def plain_config(pretrained: str) -> PreTrainedConfig:
             f"The checkpoint {pretrained} is a {config.model_type}; what can be continued is: {', '.join(FAMILIES)}."
         )
     return config
+
+
+def allow_cache(model: PreTrainedModel) -> None:
+    """Let a model generate at constant cost per token, whatever the configuration that it was trained with says.
+
+    Many are saved with `use_cache: false`, for the sake of training; ours makes no cache in any case.
+    """
+    model.config.use_cache = model.generation_config.use_cache = True

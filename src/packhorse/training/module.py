@@ -28,7 +28,7 @@ from packhorse.models import (
 )
 from packhorse.models.slots import SlottedSegments
 from packhorse.training.compatibility import check_shapes, hyperparameters
-from packhorse.training.families import FAMILIES, check_config, family_of, plain_config
+from packhorse.training.families import FAMILIES, allow_cache, check_config, family_of, plain_config
 from packhorse.training.gate_budget import gate_schedule
 from packhorse.training.loss import TokenLoss, chunked_cross_entropy
 from packhorse.training.memory_monitor import InfiniAttentionMonitor
@@ -127,7 +127,7 @@ class LanguageModule(LightningModule):
         if self.pretrained is not None:
             plain = plain_config(self.pretrained)
             return FAMILIES[family_of(plain)][0].from_base(plain, self.infini_attention)
-        values = {"vocab_size": vocab_size, "use_cache": False, **(special_ids or {}), **self.model_config}
+        values = {"vocab_size": vocab_size, **(special_ids or {}), **self.model_config}
         return FAMILIES[self.family][0](**values, infini_attention=self.infini_attention)
 
     def configure_model(self) -> None:
@@ -151,6 +151,7 @@ class LanguageModule(LightningModule):
                 self.model = model_class(config)
             else:
                 self.model = model_class.from_pretrained(self.pretrained, config=config, dtype=torch.float32)
+        allow_cache(self.model)
         self.model.train()
         if self.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from packhorse.corpus.tokenizer import TokenizerContent, locate_tokenizer, read_tokenizer
 from packhorse.errors import CheckpointError, TokenizerError
 from packhorse.training.checkpoint_io import load_checkpoint
+from packhorse.training.families import allow_cache
 from packhorse.training.locate import is_transformers_folder, resolve_checkpoint
 from packhorse.training.module import LanguageModule
 
@@ -92,6 +93,7 @@ def restore(settings: CheckpointSettings) -> Restored:
             f"The tokenizer has ids up to {tokenizer.facts.vocab_size - 1:,}, but the model of {path} has a vocabulary "
             f"of {model.config.vocab_size:,}.\nGive its own: `--tokenizer`."
         )
+    allow_cache(model)
     model = model.to(settings.torch_device, settings.torch_dtype).eval()
     return Restored(path=path, model=model, tokenizer=tokenizer)
 
