@@ -122,5 +122,6 @@ def test_list_tells_of_every_cache_of_a_folder_and_of_damaged_ones(cache, build,
     out = capsys.readouterr().out
     assert "3 caches" in out
     assert "64 tokens, concat" in out
+    (tmp_path / "nothing").mkdir()
     assert main(["cache", "list", str(tmp_path / "nothing"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["caches"] == []

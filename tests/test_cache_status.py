@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conftest import make_texts, payloads, write_jsonl
-from packhorse.cache import CacheSettings, building, open_cache, store, update_cache
+from packhorse.cache import CacheSettings, build, building, open_cache, store, update_cache
 from packhorse.cache.claims import Claims
 from packhorse.cache.commands.grow import grow
 from packhorse.cache.commands.status import status
@@ -95,6 +95,34 @@ def test_watch_looks_until_everything_is_built(settings, capsys):
     assert said.err.count("planned chunks are there") >= 2
 
 
+def test_chunks_of_a_build_that_was_interrupted_can_be_read(settings, monkeypatch):
+    monkeypatch.setattr(building, "GROWTH_SECONDS", 1e9)
+    commit, left = build.commit, [5]
+
+    def interrupt(*arguments):
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return commit(*arguments)
+
+    monkeypatch.setattr(build, "commit", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        update_cache(settings, quiet=True)
+    assert open_cache(settings).snapshot.num_chunks == 4
+    outcome = status(settings)
+    assert "4 of" in outcome.lines[-3]
+    assert outcome.lines[-3].endswith("the first 4 without a gap")
+    assert outcome.values["missing"][0] == 4
+
+
+def test_what_holds_caches_or_is_nothing_is_told_so(settings, capsys):
+    cache = update_cache(settings, quiet=True)
+    with pytest.raises(CacheIncompleteError, match=f"It holds caches: {cache.folder.name}. Name one"):
+        open_cache(settings.cache_dir)
+    assert main(["cache", "list", f"{settings.cache_dir}/nowhere"]) == 2
+    assert "There is no folder" in capsys.readouterr().err
+
+
 def test_builders_tell_their_rate_while_they_build(settings, monkeypatch):
     monkeypatch.setattr(building, "TELL_SECONDS", 0.0)
     seen = []
@@ -117,6 +145,8 @@ def test_grow_says_what_is_new_and_leaves_what_was_there(settings):
         grow(settings)
     before = payloads(update_cache(settings, quiet=True))
     assert any("nothing new" in line for line in grow(settings).lines)
+    limited = dataclasses.replace(settings, max_documents=1_000)
+    assert any("nothing new within max_documents 1,000: raise that" in line for line in grow(limited).lines)
     write_jsonl(Path(settings.source) / "b.jsonl", make_texts(60, seed=9, words=20))
     outcome = grow(settings)
     assert outcome.values["new_files"] == [str(Path(settings.source) / "b.jsonl")]

@@ -7,6 +7,7 @@ page. What is not selected is left to others.
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +35,14 @@ from packhorse.corpus.engines import make_engine
 from packhorse.corpus.packing import places_taken
 from packhorse.corpus.sources import Source
 from packhorse.corpus.tokens import narrowest
-from packhorse.errors import CacheCorruptionError, CacheError, CacheIncompleteError, EngineMismatch, SettingsError
+from packhorse.errors import (
+    CacheCorruptionError,
+    CacheError,
+    CacheIncompleteError,
+    EngineMismatch,
+    PackhorseError,
+    SettingsError,
+)
 
 WAIT_SECONDS = 0.5
 """Between two looks at what others are building."""
@@ -107,12 +115,16 @@ class Building:
         if self._is_suspect_index():
             self.index.forget()
         with Claims(self.folder) as self.claims:
-            built = self._build_trusted()
+            try:
+                built = self._build_trusted()
+            except BaseException:
+                # Nobody may go on, and what is complete can be trained on.
+                with suppress(PackhorseError, OSError):
+                    self._publish([])
+                raise
             if built:
                 self.claims.sweep()
-        # What others committed counts from here on; they may have been killed before it was safe.
-        store.settle(self.folder)
-        self._extend_index([record.chunk for record in built] + self._found)
+        self._publish([record.chunk for record in built] + self._found)
         if built:
             text = f"{len(built)} chunks built in {self.progress.seconds:.1f} s: {self.progress.rates()}"
             self.tell("\n  ".join([text, *self.progress.details()]))
@@ -144,8 +156,10 @@ class Building:
         id_bytes = np.dtype(narrowest(self.recipe.vocab_size)).itemsize
         return BuildProgress(self.tell is not say, self.folder, id_bytes, self.recipe.sequence_length)
 
-    def _extend_index(self, fresh: list[int]) -> None:
+    def _publish(self, fresh: list[int]) -> None:
         """Let readers and trainings see what follows without a gap."""
+        # What others committed counts from here on; they may have been killed before it was safe.
+        store.settle(self.folder)
         if any(self._differs_from_index(chunk) for chunk in fresh):
             self.index.forget()
         self.index.extend(self.plan.num_chunks, self._trust())

@@ -158,7 +158,9 @@ def read_identity(folder: Path) -> Identity:
     try:
         value = store.read_sealed(path, MAX_BYTES)
     except (FileNotFoundError, NotADirectoryError):
-        raise CacheIncompleteError(f"There is no cache in {folder} yet. `packhorse cache build` makes it.") from None
+        inside = [path.parent.name for path in sorted(folder.glob("*/recipe.json"))[:5]]
+        hint = f"It holds caches: {', '.join(inside)}. Name one." if inside else "`packhorse cache build` makes it."
+        raise CacheIncompleteError(f"There is no cache in {folder} yet. {hint}") from None
     recipe = value.get("recipe")
     if isinstance(recipe, dict) and recipe.get("format") != FORMAT:
         raise CacheCorruptionError(

@@ -31,7 +31,7 @@ def grow(where: CacheSettings | Path) -> Outcome:
     return Outcome(
         lines=[
             f"{folder}",
-            _found(pages, files, chunks),
+            _found(pages, files, chunks, where),
             *cache.summary.lines(),
             compression_line(cache),
             integrity.line(),
@@ -47,10 +47,14 @@ def grow(where: CacheSettings | Path) -> Outcome:
     )
 
 
-def _found(pages: list[Page], files: list[str], chunks: list[int]) -> str:
+def _found(pages: list[Page], files: list[str], chunks: list[int], settings: CacheSettings) -> str:
     if not chunks:
+        names = ("max_documents", "max_chunks", "max_sequences", "max_tokens")
+        limits = [f"{name} {getattr(settings, name):,}" for name in names if getattr(settings, name) is not None]
+        if limits:
+            return f"nothing new within {', '.join(limits)}: raise that for more, if there is more"
         return "nothing new: all that the settings name was planned before"
     size = sum(len(page.entries) * page.chunk_bytes for page in pages)
     names = ", ".join(Path(file).name for file in files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
-    origin = f"{len(files)} new files ({names})" if files else "text that was added to known sources"
+    origin = f"{len(files)} new files ({names})" if files else "more of known sources"
     return f"new: {len(chunks)} chunks ({ranges(chunks)}) from {origin}, about {size / 1e6:,.1f} MB"

@@ -73,10 +73,10 @@ def _look(folder: Path, claims: Claims) -> Outcome:
 def _states_lines(states: ChunkStates, claimed: list[int], cache: Cache) -> list[str]:
     if not states.unfinished:
         return [f"All {states.planned} planned chunks are there."]
-    lines = [
-        f"{len(states.built)} of {states.planned} planned chunks are there, the first {cache.snapshot.num_chunks} "
-        "without a gap"
-    ]
+    complete, published = states.unfinished[0], cache.snapshot.num_chunks
+    lines = [f"{len(states.built)} of {states.planned} planned chunks are there, the first {complete} without a gap"]
+    if published < complete:
+        lines[0] += f" ({published} of them published so far)"
     kinds = {
         "missing": states.missing,
         "without their file": states.lost,
