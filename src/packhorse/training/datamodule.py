@@ -30,6 +30,7 @@ from packhorse.training.resume import Change, align_loops
 from packhorse.training.run import Run
 from packhorse.training.sampler import Rows, TrainSampler
 from packhorse.training.state import RunState, check_snapshot
+from packhorse.training.validation import count_over_the_run
 
 MIN_UTILISATION = 0.9
 """Below this share of real tokens nobody trains without being told."""
@@ -91,6 +92,7 @@ class TokenDataModule(LightningDataModule):
         if stage == "fit" and self.trainer is not None:
             # An epoch has one step more or less than the last: its loader is made anew.
             self.trainer.reload_dataloaders_every_n_epochs = 1
+            count_over_the_run(self.trainer)
             self.run, self._known, self._must_align = Run(self.trainer, self.settings, self.caches), None, False
             self._check_utilisation()
             if self.settings.chunks_first is not None:

@@ -36,6 +36,7 @@ from packhorse.training.permutation import derive_key
 from packhorse.training.schedule import Schedule, ScheduleSettings, set_learning_rates
 from packhorse.training.sharding import shard
 from packhorse.training.step_mean import StepMean
+from packhorse.training.validation import validate_now
 
 
 class AdamW(torch.optim.AdamW):
@@ -265,6 +266,12 @@ class LanguageModule(LightningModule):
         """Make the gradients those of the mean over all tokens of the global batch, and log that mean."""
         self.step_loss = self._step_mean.finish(self.trainer, optimizer)
         self.log("train/loss", self.step_loss, prog_bar=True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """After the run's last step, whatever the interval: validate."""
+        plan = getattr(self.trainer.datamodule, "plan", None)
+        if plan is not None and plan.is_over(self.trainer.global_step):
+            validate_now(self.trainer)
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Adds the batch to the token-weighted loss."""

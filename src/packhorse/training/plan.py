@@ -46,6 +46,10 @@ class RunPlan:
         """Optimizer steps of the run; 0 if nothing ends it."""
         return min((steps for steps, _ in self._limits), default=0)
 
+    def is_over(self, step: int) -> bool:
+        """Whether nothing is left to do after so many completed steps."""
+        return 0 < self.steps <= step
+
     @property
     def fixed_by(self) -> str | None:
         """The setting that keeps the total as it is when the data grow."""
@@ -67,7 +71,7 @@ class RunPlan:
 
         After the run's last step: the epoch that would come next, of no steps, or the one in which the steps ran out.
         """
-        if step >= self.steps > 0:
+        if self.is_over(step):
             if self.fixed_by is None:
                 return self.max_epochs or 0, step, step
             step = self.steps - 1
