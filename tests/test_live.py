@@ -19,6 +19,7 @@ from packhorse.training.live import set_epoch_length
 from packhorse.training.progress_bar import RunProgressBar
 from resuming import Watch, assert_once_per_epoch, chain, hash_of, read_trace
 from test_training import datamodule, module, trainer, write_corpus
+from test_validation import Validated
 
 
 @pytest.fixture(scope="module")
@@ -70,23 +71,29 @@ class Longer(Callback):
 
     def on_train_epoch_end(self, trainer, module) -> None:
         """Before the bar is gone."""
-        self.bar = trainer.progress_bar_callback.train_progress_bar
+        self.bar = getattr(trainer.progress_bar_callback, "train_progress_bar", None)
 
 
 def test_the_bar_of_an_epoch_that_grows_goes_to_its_new_end(tmp_path):
     longer = Longer()
-    quiet = {"enable_checkpointing": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
-    training = Trainer(
-        default_root_dir=tmp_path,
-        max_epochs=1,
-        limit_train_batches=4,
-        limit_val_batches=0,
-        callbacks=[RunProgressBar(), longer],
-        **quiet,
-    )
-    training.fit(BoringModel())
+    training = longer_run(tmp_path, RunProgressBar(), longer, limit_val_batches=0)
     assert training.global_step == 6
     assert (longer.bar.completed, longer.bar.total) == (6, 6)
+
+
+def test_an_epoch_that_grows_is_validated_at_shares_of_what_it_is_now(tmp_path):
+    validated = Validated()
+    longer_run(tmp_path, Longer(), validated, limit_val_batches=1, val_check_interval=0.5, enable_progress_bar=False)
+    assert validated.steps == [3, 6]
+
+
+def longer_run(folder: Path, *callbacks: Callback, **settings) -> Trainer:
+    """A run of an epoch of four batches, which becomes one of six."""
+    quiet = {"enable_checkpointing": False, "enable_model_summary": False, "logger": False, "num_sanity_val_steps": 0}
+    limits = {"max_epochs": 1, "limit_train_batches": 4, "accelerator": "cpu", "default_root_dir": folder}
+    training = Trainer(callbacks=list(callbacks), **quiet, **limits, **settings)
+    training.fit(BoringModel())
+    return training
 
 
 class SlowBuilder:

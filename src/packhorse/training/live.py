@@ -69,5 +69,7 @@ def set_epoch_length(trainer: Trainer, batches: int) -> None:
     """Tell Lightning that its current epoch has another number of micro-batches."""
     loop = trainer.fit_loop
     loop.max_batches = batches
+    if isinstance(interval := getattr(trainer, "val_check_interval", None), float):
+        trainer.val_check_batch = max(1, int(batches * interval))
     if loop._data_fetcher is not None:
         loop._data_fetcher.length = batches
