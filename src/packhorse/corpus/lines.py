@@ -1,12 +1,14 @@
 r"""Text files -> pieces of bytes, each a document -> cells.
 
-Bytes are cut at b"\n" only (paragraphs at b"\n\n"): `str.splitlines` would also cut at U+2028 inside a JSON string.
+Bytes are cut at b"\n" only (paragraphs at two in a row, also b"\r\n\r\n"): `str.splitlines` would also cut at U+2028
+inside a JSON string.
 
     b'{"text": "a"}\n{"text": "b"}\n'  ->  b'{"text": "a"}\n', b'{"text": "b"}\n'  ->  "a", "b"
 """
 
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,16 @@ from packhorse.errors import DocumentTooLongError, SourceError
 
 if TYPE_CHECKING:
     from packhorse.corpus.documents import TextFile
+
+BLOCK_BYTES = 2**20
+"""Bytes that are read at a time."""
+
+_LINE_END = re.compile(rb"\n")
+_PARAGRAPH_END = re.compile(rb"\n\r?\n")
+_FIRST_PARAGRAPH_END = re.compile(rb"\n(?:(?<=[^\r\n]\n)|(?<=[^\r\n]\r\n))\r?\n")
+"""The first of those between two texts: where the others lie depends on where one begins to count."""
+_LONGEST = 5
+"""Bytes of such an end, with those before it that are looked at."""
 
 
 def line_cells(file: "TextFile", start: int, stop: int, batch_bytes: int, max_bytes: int | None) -> Iterator[list]:
@@ -43,31 +55,35 @@ def line_cells(file: "TextFile", start: int, stop: int, batch_bytes: int, max_by
 
 
 def find_cut(file: "TextFile", place: int, stop: int) -> int:
-    """The first border between documents at or after byte `place`."""
+    """A border between documents at or after byte `place`, the first but for those among blank lines.
+
+    Who reads the file from its beginning, or from any border, finds one there too.
+    """
     if file.kind == "document":
         return stop
-    border = b"\n\n" if file.kind == "paragraph" else b"\n"
-    place = max(place - len(border), 0)
+    end = _FIRST_PARAGRAPH_END if file.kind == "paragraph" else _LINE_END
+    first = max(place - _LONGEST, 0)
+    data = b""
     with open(file.path, "rb") as stream:
-        stream.seek(place)
-        tail = b""
-        while place < stop:
-            data = stream.read(min(2**20, stop - place))
-            if not data:
+        stream.seek(first)
+        while first + len(data) < stop:
+            block = stream.read(min(BLOCK_BYTES, stop - first - len(data)))
+            if not block:
                 break
-            at = (tail + data).find(border)
-            if at >= 0:
-                return min(place - len(tail) + at + len(border), stop)
-            tail = data[-(len(border) - 1) :] if len(border) > 1 else b""
-            place += len(data)
+            data += block
+            for match in end.finditer(data):
+                if first + match.end() >= place:
+                    return first + match.end()
+            first += max(len(data) - _LONGEST, 0)
+            data = data[-_LONGEST:]
     return stop
 
 
 def pieces(file: "TextFile", start: int, stop: int, max_bytes: int | None = None) -> Iterator[bytes]:
     """The raw bytes of each document, borders included: together they are the whole range."""
-    border = {"paragraph": b"\n\n", "document": None}.get(file.kind, b"\n")
+    end = _PARAGRAPH_END if file.kind == "paragraph" else _LINE_END
     with _open(file.path) as stream:
-        if border is None:
+        if file.kind == "document":
             refuse_longer(stop - start, max_bytes, file)
             stream.seek(start)
             data = stream.read(stop - start)
@@ -76,18 +92,22 @@ def pieces(file: "TextFile", start: int, stop: int, max_bytes: int | None = None
             return
         # Joined only where a document ends: a long one is not copied again for every block of it.
         waiting: list[bytes] = []
+        edge = b""
         for block in _blocks(stream, start, stop):
-            edge = waiting[-1][1 - len(border) :] if waiting and len(border) > 1 else b""
             waiting.append(block)
-            if border not in edge + block:
+            seen = edge + block
+            if not end.search(seen):
+                edge = seen[-2:]  # the end of a paragraph may lie in three blocks
                 refuse_longer(sum(map(len, waiting)), max_bytes, file)
                 continue
-            parts = b"".join(waiting).split(border)
-            tail = parts.pop()
-            waiting = [tail] if tail else []
-            for part in parts:
-                refuse_longer(len(part), max_bytes, file)
-                yield part + border
+            data = b"".join(waiting)
+            first = 0
+            for match in end.finditer(data):
+                refuse_longer(match.start() - first, max_bytes, file)
+                yield data[first : match.end()]
+                first = match.end()
+            tail = data[first:]
+            waiting, edge = [tail] if tail else [], tail[-2:]
         if waiting:
             yield b"".join(waiting)
 
@@ -109,7 +129,7 @@ def decompress(path: str) -> Iterator[bytes]:
     openers = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
     try:
         with openers[Path(path).suffix](path, "rb") as stream:
-            while block := stream.read(2**20):
+            while block := stream.read(BLOCK_BYTES):
                 yield block
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise SourceError(f"The compressed file {path} cannot be read: it is damaged or cut off ({error}).") from None
@@ -123,7 +143,7 @@ def starts_with_bracket(data: bytes) -> bool:
 def _parse_text(piece: bytes, file: "TextFile", place: int) -> str:
     if file.kind != "document":
         piece = piece.rstrip(b"\r\n")
-    return piece.decode("utf-8", "surrogateescape")
+    return piece.replace(b"\r\n", b"\n").decode("utf-8", "surrogateescape")
 
 
 def _parse_json(piece: bytes, file: "TextFile", place: int) -> object:
@@ -167,7 +187,7 @@ def _open(path: str):
 def _blocks(stream, start: int, stop: int) -> Iterator[bytes]:
     stream.seek(start)
     while start < stop:
-        block = stream.read(min(2**20, stop - start))
+        block = stream.read(min(BLOCK_BYTES, stop - start))
         if not block:
             raise SourceError(f"{stream.name} is shorter than it was when the plan was made.")
         start += len(block)
