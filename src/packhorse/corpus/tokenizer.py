@@ -10,6 +10,7 @@ only, or where no tokenizer.json is found.
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,18 @@ def read_tokenizer(path: Path) -> TokenizerContent:
     return _fast(_parse(text, file), config, str(path), text)
 
 
+def tokenizer_of_files(files: dict[str, bytes]) -> TokenizerContent:
+    """Read a tokenizer that was kept as the contents of its files.
+
+    Raises:
+        TokenizerError: as `read_tokenizer`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for file, data in files.items():
+            (Path(folder) / Path(file).name).write_bytes(data)
+        return read_tokenizer(Path(folder))
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TokenizerContent:
     """A byte-level BPE tokenizer in the manner of GPT-2, trained on `texts`.
 
@@ -174,8 +187,6 @@ def _fast(content: dict[str, Any], config: dict[str, Any], where: str, text: str
 
 def _read_by_transformers(path: Path) -> TokenizerContent:
     """For folders without a tokenizer.json: transformers converts it, or runs it in Python."""
-    import tempfile
-
     from transformers import AutoTokenizer
 
     try:

@@ -335,6 +335,7 @@ class LanguageModule(LightningModule):
         if (cache := getattr(self.trainer.datamodule, "cache", None)) is not None:
             files = sorted(cache.tokenizer_folder.iterdir())
             checkpoint["packhorse"]["tokenizer"] = {file.name: file.read_bytes() for file in files if file.is_file()}
+            checkpoint["packhorse"]["bos_id"] = cache.recipe.bos_id
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Make the model of the checkpoint, if there is none yet."""

@@ -1,15 +1,21 @@
 """A checkpoint -> a model that is ready to read, with its tokenizer; no configuration and no cache is needed."""
 
-import tempfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from packhorse.corpus.tokenizer import TokenizerContent, locate_tokenizer, read_tokenizer
+from packhorse.corpus.bos import with_bos
+from packhorse.corpus.tokenizer import (
+    TokenizerContent,
+    TokenizerFacts,
+    locate_tokenizer,
+    read_tokenizer,
+    tokenizer_of_files,
+)
 from packhorse.errors import CheckpointError, TokenizerError
 from packhorse.training.checkpoint_io import load_checkpoint
 from packhorse.training.families import allow_cache
@@ -59,9 +65,10 @@ class Restored:
     model: PreTrainedModel
     """In evaluation mode, on its device."""
     tokenizer: TokenizerContent
+    """With BOS before every text if the model was trained so, and only then."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a prompt, after BOS if the tokenizer has one before every text."""
+        """The ids of a prompt, after BOS if the model was trained with one before every text."""
         facts, ids = self.tokenizer.facts, self._codec.encode(text, add_special_tokens=False).ids
         return [facts.bos_id, *ids] if facts.adds_bos else ids
 
@@ -86,13 +93,15 @@ def restore(settings: CheckpointSettings) -> Restored:
         TokenizerError: there is no tokenizer, or it does not fit.
     """
     path = resolve_checkpoint(settings.ckpt_path, settings.runs)
-    model, files = (_load_folder(path), None) if is_transformers_folder(path) else _load_file(path)
-    tokenizer = _tokenizer(path, files, settings.tokenizer)
+    model, own = (_load_folder(path), None) if is_transformers_folder(path) else _load_file(path)
+    tokenizer = _tokenizer(path, (own or {}).get("tokenizer"), settings.tokenizer)
     if tokenizer.facts.vocab_size > model.config.vocab_size:
         raise TokenizerError(
             f"The tokenizer has ids up to {tokenizer.facts.vocab_size - 1:,}, but the model of {path} has a vocabulary "
             f"of {model.config.vocab_size:,}.\nGive its own: `--tokenizer`."
         )
+    if own is not None:
+        tokenizer = with_bos(tokenizer, _bos_id(own, tokenizer.facts))
     allow_cache(model)
     model = model.to(settings.torch_device, settings.torch_dtype).eval()
     return Restored(path=path, model=model, tokenizer=tokenizer)
@@ -105,7 +114,7 @@ def _load_folder(path: Path) -> PreTrainedModel:
         raise CheckpointError(f"The model in {path} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
-def _load_file(path: Path) -> tuple[PreTrainedModel, dict[str, bytes] | None]:
+def _load_file(path: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
     if path.is_dir():
         raise CheckpointError(
             f"{path} is a checkpoint in shards.\nMake one file of it first: "
@@ -120,17 +129,26 @@ def _load_file(path: Path) -> tuple[PreTrainedModel, dict[str, bytes] | None]:
         module.load_state_dict(checkpoint["state_dict"])
     except (RuntimeError, KeyError) as error:
         raise CheckpointError(f"The weights in {path} do not fit its model: {error}") from None
-    return module.model, checkpoint["packhorse"].get("tokenizer")
+    return module.model, checkpoint["packhorse"]
 
 
 def _tokenizer(path: Path, files: dict[str, bytes] | None, name: str | None) -> TokenizerContent:
     if name is not None:
         return read_tokenizer(locate_tokenizer(name))
     if files is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            for file, data in files.items():
-                (Path(folder) / Path(file).name).write_bytes(data)
-            return read_tokenizer(Path(folder))
+        return tokenizer_of_files(files)
     if path.is_dir() and any((path / file).exists() for file in TOKENIZER_FILES):
         return read_tokenizer(path)
     raise TokenizerError(f"{path} brings no tokenizer. Give one: `--tokenizer`, a name, a folder or a tokenizer.json.")
+
+
+def _bos_id(own: dict[str, Any], facts: TokenizerFacts) -> int | None:
+    """The token before every text that the model has seen."""
+    if "bos_id" in own:
+        return own["bos_id"]
+    # An older checkpoint: new models had the recipe's in their configuration; what the makers of a pretrained one left
+    # there counts only where the tokenizer calls it BOS as well.
+    configured = own["config"].get("bos_token_id")
+    if configured in (None, facts.bos_id):
+        return configured
+    return facts.bos_id if facts.adds_bos else None
