@@ -8,6 +8,8 @@ import pytest
 from packhorse.cache import DataSettings
 from packhorse.cli import main
 from packhorse.errors import SettingsError
+from packhorse.training.memory_monitor import InfiniAttentionMonitor
+from packhorse.training.monitors import RunReport
 from test_training import datamodule, module, trainer, write_corpus
 
 WEB = {"name": "web", "source": "web.jsonl", "weight": 3}
@@ -117,6 +119,20 @@ def test_a_run_over_a_mixture_takes_each_cache_by_its_weight_and_goes_on_exactly
     assert data.unigram_entropy(40) == pytest.approx(float(entropy), rel=1e-5), "of the caches as they are mixed now"
     _, _, resumed = run(steps=0, start=str(tmp_path / "saved.ckpt"))
     assert all((a == b).all() for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+def test_a_run_goes_on_without_a_cache_that_it_used(sources, tmp_path):
+    first = trainer(tmp_path, max_steps=4, max_epochs=-1)
+    first.fit(module(), datamodule=datamodule(sources, "", mixture=mixture(sources, 1, 1)))
+    first.save_checkpoint(tmp_path / "saved.ckpt")
+    data = datamodule(sources, "", mixture=mixture(sources, 0, 1, 1)[1:])
+    going_on = trainer(tmp_path, max_steps=6, max_epochs=-1, callbacks=[RunReport()])
+    going_on.fit(module(), datamodule=data, ckpt_path=str(tmp_path / "saved.ckpt"))
+    assert set(data.order.sequence_numbers(0, 24)[:, 0]) == {0, 1, 2}, "web was the first cache of the run"
+    code = data.caches["code"]
+    expected = code.read(range(min(4, code.num_sequences("eval"))), "eval").tokens
+    (monitor,) = (callback for callback in going_on.callbacks if isinstance(callback, InfiniAttentionMonitor))
+    np.testing.assert_array_equal(monitor._batch["input_ids"].numpy(), expected)
 
 
 def test_a_mixture_without_an_end_is_refused(sources, tmp_path):

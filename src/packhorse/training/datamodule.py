@@ -202,10 +202,14 @@ class TokenDataModule(LightningDataModule):
         """The prompts."""
         return DataLoader(list(self.settings.prompts), batch_size=None)
 
+    def next_sequences(self, count: int) -> np.ndarray:
+        """What the run trains on next: int64 [count, 2] of (cache, sequence number)."""
+        return self.order.sequence_numbers(self.plan.state.trained(self._trainer.global_step), count)
+
     def first_batch_seconds(self) -> float:
-        """Time that the first batch of the run takes to read."""
+        """Time that the next batch of the run takes to read."""
         start = time.monotonic()
-        self.rows("train")[self.order.sequence_numbers(0, self.settings.micro_batch_size)]
+        self.rows("train")[self.next_sequences(self.settings.micro_batch_size)]
         return time.monotonic() - start
 
     def unigram_entropy(self, sequences: int = 2_048) -> float:
@@ -218,7 +222,7 @@ class TokenDataModule(LightningDataModule):
         """
         rows = self.rows("train")
         if len(self.caches) > 1 and self.run is not None:
-            numbers = self.order.sequence_numbers(self.plan.state.trained(self._trainer.global_step), sequences)
+            numbers = self.next_sequences(sequences)
         else:
             (number, cache), *_ = rows.caches.items()
             count = min(sequences, cache.num_sequences("train"))

@@ -195,7 +195,7 @@ def _rehearse(trainer: Trainer, module: LightningModule) -> tuple[float | None, 
     if trainer.world_size > 1:
         return None, None
     data = trainer.datamodule
-    numbers = data.order.sequence_numbers(0, data.settings.micro_batch_size)
+    numbers = data.next_sequences(data.settings.micro_batch_size)
     batch = module.on_before_batch_transfer(data.rows("train")[numbers], 0)
     batch = trainer.strategy.batch_to_device(batch)
     saved: dict[int, int] = {}

@@ -30,7 +30,7 @@ class Rows(Dataset):
         """Time spent in reading."""
 
     def __getitem__(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """A batch of these sequences: int64 [n, 2] of (cache, sequence number), or [n] of the first cache.
+        """A batch of these sequences: int64 [n, 2] of (cache, sequence number), or [n] of the first of them.
 
         Returns:
             int64 [B, T] each: input_ids, position_ids (restarting with every piece), labels (-100 for none).
@@ -38,7 +38,7 @@ class Rows(Dataset):
         start = time.monotonic()
         numbers = np.asarray(numbers)
         if numbers.ndim == 1:
-            numbers = np.stack([np.zeros_like(numbers), numbers], axis=1)
+            numbers = np.stack([np.full_like(numbers, next(iter(self.caches))), numbers], axis=1)
         parts = {cache: numbers[:, 0] == cache for cache in np.unique(numbers[:, 0]).tolist()}
         read = {cache: self._read(cache, numbers[mine, 1]) for cache, mine in parts.items()}
         (batch, *others) = read.values()
