@@ -122,6 +122,11 @@ class BestCheckpoint(ModelCheckpoint):
         super().setup(trainer, pl_module, stage)
 
 
+def recovery_of(trainer: Trainer) -> list[RecoveryCheckpoint]:
+    """What the runs of a Trainer go on from; other checkpoints, such as the best, are kept for other ends."""
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, RecoveryCheckpoint)]
+
+
 def make_crash_safe(trainer: Trainer) -> None:
     """Replace Lightning's own way of writing checkpoints, which can leave the only one empty; no other way."""
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:

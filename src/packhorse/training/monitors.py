@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from packhorse.cache.progress import say
 from packhorse.models import gate_values
-from packhorse.training.checkpoints import BestCheckpoint
+from packhorse.training.checkpoints import recovery_of
 from packhorse.training.gate_budget import gate_budget
 from packhorse.training.run_log import find_log
 from packhorse.training.signals import Stopped
@@ -222,8 +222,7 @@ def _rehearse(trainer: Trainer, module: LightningModule) -> tuple[float | None, 
 
 
 def _last_checkpoint(trainer: Trainer) -> str | None:
-    # The recovery checkpoint before the best one: it is what the run ended with.
-    for callback in sorted(trainer.checkpoint_callbacks, key=lambda callback: isinstance(callback, BestCheckpoint)):
+    for callback in recovery_of(trainer) or trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             path = callback.last_model_path or callback.best_model_path
             if path:

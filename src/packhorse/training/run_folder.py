@@ -12,6 +12,8 @@ from pathlib import Path
 from lightning import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
+from packhorse.training.checkpoints import recovery_of
+
 
 def claim_run_folder(trainer: Trainer) -> None:
     """Give the loggers that number their runs a number that nobody else has; loggers of one folder share it."""
@@ -27,8 +29,8 @@ def claim_run_folder(trainer: Trainer) -> None:
 
 def runs_folder(trainer: Trainer) -> Path:
     """The folder of this run and its earlier versions."""
-    for callback in trainer.checkpoint_callbacks:
-        if getattr(callback, "dirpath", None):
+    for callback in recovery_of(trainer):
+        if callback.dirpath:
             return Path(callback.dirpath)
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger | CSVLogger):

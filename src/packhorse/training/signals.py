@@ -24,7 +24,7 @@ import torch.distributed as dist
 from lightning import Callback, LightningModule, Trainer
 
 from packhorse.cache.progress import say
-from packhorse.training.checkpoints import RecoveryCheckpoint
+from packhorse.training.checkpoints import recovery_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 AGAIN_SECONDS = 1.0
@@ -104,7 +104,7 @@ class StopSignals(Callback):
 
 def _stop(trainer: Trainer, signum: int) -> None:
     started = time.monotonic()
-    recovery = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, RecoveryCheckpoint)]
+    recovery = recovery_of(trainer)
     for callback in recovery:
         callback.save_now(trainer)
     if trainer.is_global_zero:
