@@ -113,6 +113,14 @@ def test_every_form_of_the_same_texts_gives_the_same_documents(form, tmp_path, b
     assert not list(cache.folder.glob("spool/*"))
 
 
+def test_parts_of_a_stream_that_are_equal_are_all_built(build):
+    texts = ["salt and wool", "and yet"] * 40
+    cache = build(texts, sequences_per_chunk=1)
+    assert texts_in(cache) == texts
+    assert cache.snapshot.num_chunks > 3
+    assert not list(cache.folder.glob("spool/*"))
+
+
 def stories():
     """A generator function."""
     yield from TEXTS

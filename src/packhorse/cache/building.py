@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from packhorse.cache import store
+from packhorse.cache import spool, store
 from packhorse.cache.build import Job
 from packhorse.cache.claims import Claims
 from packhorse.cache.gaps import estimate_gaps
 from packhorse.cache.integrity import Integrity
 from packhorse.cache.memory import largest_page, plan_memory
-from packhorse.cache.plan import Plan
+from packhorse.cache.plan import Plan, Range
 from packhorse.cache.planner import Planner
 from packhorse.cache.progress import BuildProgress, say
 from packhorse.cache.recipe import Recipe, read_identity, tokenizer_json
@@ -101,7 +101,7 @@ class Building:
             deduplicate=recipe.deduplicate == "exact",
         )
         self.progress = self._new_progress()
-        self._waiting: dict[int, int] = {}  # file number -> unfinished chunks that still need it
+        self._waiting: dict[Path, int] = {}  # spool -> unfinished chunks that still need it
         self._elsewhere: list[int] = []  # chunks that other builders have in hand
         self._found: list[int] = []  # chunks that others have built
         self._extend_at = self._tell_at = 0.0
@@ -247,8 +247,8 @@ class Building:
     def _jobs_for(self, chunks: Iterable[int]) -> Iterator[Job]:
         entries = {chunk: self.plan.entry(chunk) for chunk in chunks}
         for entry in entries.values():
-            for number in {number for number, _, _ in entry}:
-                self._waiting[number] = self._waiting.get(number, 0) + 1
+            for path in self._spools(entry):
+                self._waiting[path] = self._waiting.get(path, 0) + 1
         selected = [chunk for chunk in entries if chunk in self.selection]
         if selected:
             refuse_small_disk(self.settings, self.recipe, self.folder, self.plan, selected)
@@ -318,10 +318,15 @@ class Building:
 
     def _release(self, record: Record) -> None:
         """Remove the spools that no chunk waits for."""
-        for number in {number for number, _, _ in record.ranges}:
-            self._waiting[number] -= 1
-            if self._waiting[number] == 0:
-                self.planner.locations.remove_spool(number)
+        for path in self._spools(record.ranges):
+            self._waiting[path] -= 1
+            if self._waiting[path] == 0:
+                spool.remove(path)
+
+    def _spools(self, ranges: list[Range]) -> set[Path]:
+        """What a chunk is read from that does not stay; files of equal content share one."""
+        files = [self.plan.files[number] for number, _, _ in ranges]
+        return {self.planner.locations.spool_path(file) for file in files if file.packed}
 
     def _engine(self) -> str:
         engine = self.suspects.instead_of(self.settings.engine)

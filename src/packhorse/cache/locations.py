@@ -59,12 +59,6 @@ class Locations:
             path = str(target)
         return self._file(path, planned)
 
-    def remove_spool(self, number: int) -> None:
-        """Remove the spool of a file whose chunks are all committed."""
-        planned = self.plan.files[number]
-        if planned.packed:
-            spool.remove(self.spool_path(planned))
-
     def remove_spools(self) -> None:
         """Remove every spool of the plan and of this planner; for when all chunks are committed."""
         names = {self.spool_path(file).name for file in self.plan.files if file.packed}
