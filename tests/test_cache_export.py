@@ -5,14 +5,19 @@ import struct
 
 import numpy as np
 import pytest
+import yaml
 
-from conftest import documents_in, make_texts, write_jsonl
-from packhorse.cache import Cache
+from conftest import documents_in, file_bytes, make_texts, write_jsonl
+from packhorse.cache import Cache, CacheSettings, update_cache
 from packhorse.cache.cached import CachedDocuments
+from packhorse.cache.check import check_cache
 from packhorse.cache.datatrove import DatatroveDocuments
+from packhorse.cache.estimate import estimate_cache
 from packhorse.cache.megatron import MegatronDocuments
 from packhorse.cache.rows import RowDocuments
+from packhorse.cache.update import folder_of
 from packhorse.cli import main
+from packhorse.corpus.sources import open_sources
 from packhorse.errors import SourceError
 from packhorse.training.batches import derive
 
@@ -150,6 +155,7 @@ def test_rows_are_imported_piece_by_piece_without_padding(cache, tmp_path, gpt2_
     assert main(["cache", "import", "--config", str(config), *files]) == 0
     (made,) = (path.parent for path in (tmp_path / "imported").glob("*/recipe.json"))
     assert documents_in(Cache(made)) == pieces
+    assert Cache(made).recipe.eos_id == cache.recipe.eos_id
     with pytest.raises(SourceError, match="several splits"):
         RowDocuments(folder)
 
@@ -187,6 +193,44 @@ def test_a_repacked_cache_has_the_same_documents_without_a_tokenizer_at_work(
     assert sorted(ids.tolist() for ids in CachedDocuments(made.folder)) == sorted(
         ids.tolist() for ids in CachedDocuments(cache.folder)
     )
+
+
+TRUNCATED = {"packing": "pad", "long_documents": "truncate", "sequence_length": 16}
+
+
+@pytest.mark.parametrize("cache", [TRUNCATED], ids=["truncate"], indirect=True)
+@pytest.mark.parametrize("options", [["--sequence-length", "64"], ["--packing", "best_fit"]], ids=["longer", "packed"])
+def test_a_truncated_document_is_repacked_without_an_end(cache, options, capsys):
+    expected = [ids.tolist() for ids in CachedDocuments(cache.folder)]
+    assert {ids[-1] == cache.recipe.eos_id for ids in expected} == {True, False}
+    assert main(["cache", "repack", str(cache.folder), *options, "--json"]) == 0
+    made = Cache(json.loads(capsys.readouterr().out)["folder"])
+    assert [ids.tolist() for ids in CachedDocuments(made.folder)] == expected
+    assert made.recipe.eos_id == cache.recipe.eos_id
+    source = {"class_path": "packhorse.cache.cached.CachedDocuments", "init_args": {"folder": str(cache.folder)}}
+    report = check_cache(made.folder, "deep", open_sources(source))
+    assert report.is_good
+    assert report.retokenized
+    settings = CacheSettings(source=source, tokenizer=str(cache.tokenizer_folder), packing="pad", sequence_length=16)
+    assert estimate_cache(settings).sequences.estimate == len(expected)
+
+
+@pytest.mark.parametrize("form", ["datasets", "megatron", "datatrove"])
+def test_the_settings_that_an_import_prints_find_its_cache(form, cache, tmp_path, gpt2_like, capsys):
+    name = {"datasets": "train", "megatron": "train_text_document.bin", "datatrove": "train.ds"}[form]
+    files = ["--files", str(export(cache, tmp_path, form) / name), "--format", form]
+    config = tmp_path / "config.yaml"
+    value = {"tokenizer": str(gpt2_like), "sequence_length": 48, "cache_dir": str(tmp_path / "imported"), "workers": 0}
+    config.write_text(json.dumps({"data": value}))
+    capsys.readouterr()
+    assert main(["cache", "import", "--config", str(config), *files]) == 0
+    (printed,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("To train on it: "))
+    settings = yaml.safe_load("{" + printed.removeprefix("To train on it: ") + "}")
+    (made,) = (path.parent for path in (tmp_path / "imported").glob("*/recipe.json"))
+    assert folder_of(CacheSettings(**value, **settings)) == made
+    before = file_bytes(made)
+    assert update_cache(CacheSettings(**value, **settings), quiet=True).folder == made
+    assert file_bytes(made) == before
 
 
 @pytest.mark.parametrize("damage", ["cut", "header", "promise"])

@@ -256,6 +256,26 @@ def test_lists_of_ids_are_taken_as_they_are(form, tmp_path, build, gpt2_like):
     assert documents_in(cache) == [own if own[-1] == eos else [*own, eos] for own in ids]
 
 
+class Final:
+    """Ids that are what they should be."""
+
+    is_final = True
+
+    def __iter__(self):
+        yield from FINAL
+
+
+FINAL = [[0, 5, 6, 0], [5, 6], [7], [0]] * 20
+
+
+@pytest.mark.parametrize("more", [{}, {"deduplicate": "exact"}, {"workers": 2, "engine": "auto"}], ids=str)
+def test_final_ids_are_taken_as_they_are(build, llama_like, more):
+    source = {"class_path": f"{__name__}.Final"}
+    cache = build(source, tokenizer=str(llama_like), eval_share=0.0, sequences_per_chunk=2, **more)
+    assert documents_in(cache) == (FINAL[:4] if "deduplicate" in more else FINAL)
+    assert None not in (cache.recipe.bos_id, cache.recipe.eos_id)
+
+
 @pytest.mark.parametrize("bad", [[1, 100_000], [-1], [2**40]])
 def test_ids_outside_of_the_vocabulary_are_refused(bad, tmp_path, build):
     with pytest.raises(SourceError, match="the vocabulary has"):

@@ -20,6 +20,9 @@ class CachedDocuments:
         split: Only the documents of one side; by default all.
     """
 
+    is_final = True
+    """What `long_documents: truncate` has cut off has no EOS, and gets none."""
+
     def __init__(self, folder: str | Path, split: Split | None = None) -> None:
         self.cache, self.split = Cache(folder), split
 

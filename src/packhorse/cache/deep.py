@@ -19,7 +19,7 @@ from packhorse.cache.recipe import Identity, Recipe, tokenizer_json
 from packhorse.cache.record import Record, chunk_path
 from packhorse.cache.report import Report
 from packhorse.cache.restore import restore
-from packhorse.corpus.documents import Documents, Skipped, read_ranges
+from packhorse.corpus.documents import Documents, Skipped, read_ranges, take_documents
 from packhorse.corpus.engines import Engine, make_engine
 from packhorse.corpus.sources import Source
 from packhorse.corpus.tokens import tokenize
@@ -142,8 +142,6 @@ def _again(job: Job, recipe: Recipe, engine: Engine, rows: np.ndarray) -> Iterat
 def _some(job: Job, rows: np.ndarray) -> Iterator[Documents]:
     ranges = ((job.files[number], start, stop) for number, start, stop in job.ranges)
     for batch in read_ranges(ranges, Skipped(), job.dropped):
-        keep = np.flatnonzero(np.isin(batch.rows, rows)).tolist()
-        if keep:
-            texts = None if batch.texts is None else [batch.texts[i] for i in keep]
-            ids = None if batch.ids is None else [batch.ids[i] for i in keep]
-            yield Documents(rows=batch.rows[keep], texts=texts, ids=ids)
+        keep = np.flatnonzero(np.isin(batch.rows, rows))
+        if len(keep):
+            yield take_documents(batch, keep)

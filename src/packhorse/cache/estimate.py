@@ -117,7 +117,7 @@ def _estimate(
     totals = np.zeros((RESAMPLES + 1, 5))
     sample: list[Tokens] = []
     for source in found:
-        measured = [_measure(place, recipe, engine, settings.compression) for place in source.places]
+        measured = [_measure(place, source.is_final, recipe, engine, settings.compression) for place in source.places]
         sample += [tokens for _, tokens in measured]
         if measured:
             totals += _totals(source, np.array([counts for counts, _ in measured]), draw)
@@ -143,7 +143,9 @@ def _estimate(
     )
 
 
-def _measure(place: Place, recipe: Recipe, engine: Engine, compression: str) -> tuple[list[float], Tokens]:
+def _measure(
+    place: Place, is_final: bool, recipe: Recipe, engine: Engine, compression: str
+) -> tuple[list[float], Tokens]:
     """Size, documents; weight, tokens, sequences without padding, stored bytes, seconds."""
     begin = time.perf_counter()
     is_text = bool(place.documents) and isinstance(place.documents[0], str)
@@ -151,6 +153,7 @@ def _measure(place: Place, recipe: Recipe, engine: Engine, compression: str) -> 
         rows=np.arange(len(place.documents)),
         texts=place.documents if is_text else None,
         ids=None if is_text else place.documents,
+        is_final=is_final,
     )
     (tokens,) = tokenize([batch], engine, Skipped(), **recipe.token_policy)
     seconds = place.seconds + time.perf_counter() - begin

@@ -111,7 +111,9 @@ class Locations:
         if filters and planned.packed == "stream":
             # It was filtered before it was spooled: the columns that the filters compare are not there.
             filters = spool.FILTERS
-        return TextFile(path=str(path), kind=planned.kind, column=planned.column, filters=filters)
+        return TextFile(
+            path=str(path), kind=planned.kind, column=planned.column, filters=filters, is_final=planned.is_final
+        )
 
     def _spool_again(self, planned: PlannedFile, target: Path) -> None:
         deferred = next((s for s in self.sources if isinstance(s, Deferred) and s.key == planned.source), None)

@@ -66,6 +66,8 @@ class Places:
     ranges: list[Range]
     files: dict[int, TextFile]
     """What the plan would be made of; empty for streams."""
+    is_final: bool = False
+    """Whether its documents have BOS and EOS where they belong."""
 
 
 def draw_places(
@@ -219,7 +221,7 @@ def _of_stream(source: Stream, count: int, limit: int | None) -> Places:
     num_rows = round(weight * rows / max(1, seen))
     if limit is not None and num_rows > limit:
         weight, num_rows = weight * limit / num_rows, limit
-    return Places(places=places, weight=float(weight), num_rows=num_rows, ranges=[], files={})
+    return Places(places=places, weight=float(weight), num_rows=num_rows, ranges=[], files={}, is_final=source.is_final)
 
 
 def _of_documents(documents: list[Document], weight: int, begin: float) -> Place:

@@ -49,6 +49,8 @@ class PlannedFile:
     """For a part of a stream: its first document."""
     stop: int = 0
     """For a part of a stream: one past its last document."""
+    is_final: bool = False
+    """For a part of a stream: whether its documents have BOS and EOS where they belong."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -294,6 +294,7 @@ class Planner:
             probe=spool.digest_documents(part),
             start=start,
             stop=start + len(part),
+            is_final=source.is_final,
         )
         spool.write_documents(part, self.locations.spool_path(file))
         return file

@@ -43,9 +43,9 @@ class Recipe:
     """SHA-256 of the ids that the reference gives for the probe set."""
     vocab_size: int
     bos_id: int | None
-    """The token before every document, None for none."""
+    """The token before every document, None for none; documents of ids that are final have their own."""
     eos_id: int | None
-    """The token after every document, None for none."""
+    """The same after it."""
     pad_id: int
     split_special_tokens: bool
     text_column: str

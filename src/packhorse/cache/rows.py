@@ -90,6 +90,9 @@ class RowDocuments:
         SourceError: it cannot be read, or has no column `input_ids`.
     """
 
+    is_final = True
+    """A piece need not be a whole document."""
+
     def __init__(self, path: str | Path) -> None:
         from datasets import Dataset, load_from_disk
 

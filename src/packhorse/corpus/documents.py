@@ -9,7 +9,7 @@ Rows that are null, empty or not valid Unicode, or do not pass the filters, are 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +48,8 @@ class TextFile:
     """Which rows are documents: see `filters.py`."""
     is_strict: bool = False
     """Whether a line that is not valid JSON is an error; else it is left out and counted."""
+    is_final: bool = False
+    """Whether its documents have BOS and EOS where they belong."""
 
     @property
     def counts_rows(self) -> bool:
@@ -63,6 +65,8 @@ class Documents:
     """int64 [n]: the place of each in its range, counted from 0, left-out rows included."""
     texts: list[str] | None = None
     ids: list[np.ndarray] | None = None
+    is_final: bool = False
+    """Whether they have BOS and EOS where they belong."""
 
 
 @dataclass(kw_only=True)
@@ -138,7 +142,10 @@ def read_documents(
             if any(isinstance(value, str) != is_text for value in kept):
                 raise SourceError(f"{file.path} mixes texts and lists of ids in {file.column!r}.")
             yield Documents(
-                rows=np.array(rows, np.int64), texts=kept if is_text else None, ids=None if is_text else kept
+                rows=np.array(rows, np.int64),
+                texts=kept if is_text else None,
+                ids=None if is_text else kept,
+                is_final=file.is_final,
             )
 
 
@@ -162,7 +169,13 @@ def read_ranges(
             batch.rows += first
             keep = ~np.isin(batch.rows, dropped) if len(dropped) else np.ones(len(batch.rows), bool)
             skipped.duplicate += int((~keep).sum())
-            yield batch if keep.all() else _take(batch, np.flatnonzero(keep))
+            yield batch if keep.all() else take_documents(batch, np.flatnonzero(keep))
+
+
+def take_documents(batch: Documents, places: np.ndarray) -> Documents:
+    """Some documents of a batch."""
+    texts, ids = ([own[i] for i in places] if own is not None else None for own in (batch.texts, batch.ids))
+    return replace(batch, rows=batch.rows[places], texts=texts, ids=ids)
 
 
 def count_rows(file: TextFile, start: int, stop: int) -> int:
@@ -191,11 +204,6 @@ def file_length(file: TextFile) -> int:
     if file.kind == "arrow":
         return open_arrow(file.path).num_rows
     return Path(file.path).stat().st_size
-
-
-def _take(batch: Documents, places: np.ndarray) -> Documents:
-    texts, ids = ([own[i] for i in places] if own is not None else None for own in (batch.texts, batch.ids))
-    return Documents(rows=batch.rows[places], texts=texts, ids=ids)
 
 
 def _table_cells(file: TextFile, start: int, stop: int, batch_bytes: int, max_bytes: int | None) -> Iterator[list]:

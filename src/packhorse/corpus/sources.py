@@ -59,6 +59,8 @@ class Stream:
     """Whether it is known to have nothing."""
     is_once: bool = False
     """Whether it can be read only once."""
+    is_final: bool = False
+    """Whether its documents have BOS and EOS where they belong: nothing is added to them or taken away."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +239,7 @@ def _from_iterable(iterable: Any, key: str, reading: Reading) -> Source:
         text_bytes=getattr(iterable, "text_bytes", None),
         is_once=is_once,
         is_empty=is_once and iterable.is_empty,
+        is_final=bool(getattr(iterable, "is_final", False)),
     )
 
 

@@ -43,8 +43,9 @@ def tokenize(
         batches: The documents.
         engine: Encodes texts; not needed for sources of ids.
         skipped: Counts documents that give no token.
-        bos_id: Put before every document, if any.
-        eos_id: Put after every document, if any. Documents of ids that already end with it are left alone.
+        bos_id: Put before every document that is not final, if any.
+        eos_id: Put after every document that is not final, if any. Documents of ids that already end with it are left
+            alone.
         eval_share: This share of documents is for evaluation. A document's side is a hash of its content, so it
             stays whatever else is added, and copies of a document are on the same side.
         vocab_size: Ids of a source of ids must be below.
@@ -59,6 +60,7 @@ def tokenize(
     threshold = int(eval_share * 2**64)
     narrow = narrowest(vocab_size)
     for batch in batches:
+        before, after = (None, None) if batch.is_final else (bos_id, eos_id)
         if batch.texts is not None:
             assert engine is not None
             data = [text.encode() for text in batch.texts]
@@ -67,13 +69,13 @@ def tokenize(
         else:
             data = [np.ascontiguousarray(ids, "<u4").tobytes() for ids in batch.ids]
             text_bytes = sum(map(len, data))
-            ids, ends = _join_ids(batch.ids, vocab_size, bos_id, eos_id)
+            ids, ends = _join_ids(batch.ids, vocab_size, before, after)
         is_eval = np.array([xxhash.xxh3_64_intdigest(d) < threshold for d in data], bool)
         lengths = np.diff(ends, prepend=0)
         if not lengths.all():
             skipped.empty += int((lengths == 0).sum())
         keep = lengths > 0
-        ids, ends = _enclose(ids.astype(narrow, copy=False), lengths[keep], bos_id, eos_id)
+        ids, ends = _enclose(ids.astype(narrow, copy=False), lengths[keep], before, after)
         yield Tokens(ids=ids, ends=ends, rows=batch.rows[keep], is_eval=is_eval[keep], text_bytes=text_bytes)
 
 

@@ -27,7 +27,8 @@ def import_(
     Args:
         where: The settings.
         files: What to read: a .bin or .idx file, a .ds file, or the folder of one split of a data set.
-        format: What it is. Rows of `datasets` know no documents: each piece becomes one, without another EOS.
+        format: What it is. Rows of `datasets` know no documents: each piece becomes one, without another EOS. The
+            others do not tell which documents were truncated: each gets an EOS.
     """
     if not isinstance(where, CacheSettings) or files is None:
         raise SettingsError(
@@ -36,8 +37,6 @@ def import_(
     path = Path(files).expanduser().absolute()
     source = {"class_path": SOURCES[format], "init_args": {"path": str(path)}}
     settings = replace(where, source=source, train_tokenizer=None, name=where.name or path.name.split(".")[0])
-    if format == "datasets":
-        settings = replace(settings, add_bos=False, add_eos=False)
     cache = update_cache(settings)
     lines = [f"{cache.folder}", *cache.summary.lines(), f"To train on it: source: {source}, name: {settings.name}"]
-    return Outcome(lines=lines, values={**describe(cache), "source": source})
+    return Outcome(lines=lines, values={**describe(cache), "source": source, "name": settings.name})
