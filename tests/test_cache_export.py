@@ -166,9 +166,10 @@ def test_rows_are_imported_piece_by_piece_without_padding(cache, tmp_path, gpt2_
         ({"packing": "best_fit"}, ["--sequence-length", "64"]),
         ({"packing": "concat"}, ["--packing", "best_fit"]),
         ({"packing": "window", "overlap": 5}, ["--packing", "pad", "--sequence-length", "16"]),
+        ({"packing": "window", "overlap": 5}, ["--sequence-length", "16"]),
         ({"packing": "pad"}, ["--packing", "window", "--overlap", "3"]),
     ],
-    ids=NAMES[:1] + NAMES[1:2] + NAMES[3:] + NAMES[2:3],
+    ids=["best_fit", "concat", "window", "window as here", "pad"],
 )
 def test_a_repacked_cache_has_the_same_documents_without_a_tokenizer_at_work(
     settings, options, build, tmp_path, monkeypatch, capsys
@@ -185,6 +186,9 @@ def test_a_repacked_cache_has_the_same_documents_without_a_tokenizer_at_work(
     made = Cache(json.loads(capsys.readouterr().out)["folder"])
     assert [ids.tolist() for ids in CachedDocuments(made.folder)] == expected
     assert made.recipe.tokenizer == cache.recipe.tokenizer
+    assert made.recipe.overlap == {"window": 5, "pad": 3}.get(settings["packing"], 0) * (
+        made.recipe.packing == "window"
+    )
     assert not set(seen) & {json.loads(line)["text"] for line in source.read_text().splitlines()}
     # What grew here grows there.
     write_jsonl(source, make_texts(20, seed=5, words=25), "a")

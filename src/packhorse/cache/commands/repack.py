@@ -15,7 +15,7 @@ def repack(
     *,
     sequence_length: int | None = None,
     packing: Literal["best_fit", "concat", "pad", "window"] | None = None,
-    overlap: int = 0,
+    overlap: int | None = None,
     name: str | None = None,
 ) -> Outcome:
     """Make a cache of another sequence length or packing from this one, without tokenizing again.
@@ -27,11 +27,14 @@ def repack(
         where: The settings, or the folder of a cache.
         sequence_length: Tokens per sequence of the new cache; by default as here.
         packing: How its documents become sequences; by default as here.
-        overlap: For `window`.
+        overlap: For `window`; by default as here.
         name: What it is called; by default as this one, with `-repacked`.
     """
     cache = open_cache(where)
     recipe, folder = cache.recipe, cache.folder.absolute()
+    packing = packing or recipe.packing
+    if overlap is None:
+        overlap = recipe.overlap if packing == "window" else 0
     source = {"class_path": SOURCE, "init_args": {"folder": str(folder)}}
     made = update_cache(
         CacheSettings(
@@ -41,7 +44,7 @@ def repack(
             add_eos=recipe.eos_id is not None,
             split_special_tokens=recipe.split_special_tokens,
             sequence_length=sequence_length or recipe.sequence_length,
-            packing=packing or recipe.packing,
+            packing=packing,
             overlap=overlap,
             eval_share=recipe.eval_share,
             cache_dir=str(folder.parent),
