@@ -11,6 +11,7 @@ from conftest import documents_in, file_bytes, make_texts, write_jsonl
 from packhorse.cache import Cache, CacheSettings, update_cache
 from packhorse.cache.cached import CachedDocuments
 from packhorse.cache.check import check_cache
+from packhorse.cache.data_settings import DataSettings
 from packhorse.cache.datatrove import DatatroveDocuments
 from packhorse.cache.estimate import estimate_cache
 from packhorse.cache.megatron import MegatronDocuments
@@ -197,6 +198,28 @@ def test_a_repacked_cache_has_the_same_documents_without_a_tokenizer_at_work(
     assert sorted(ids.tolist() for ids in CachedDocuments(made.folder)) == sorted(
         ids.tolist() for ids in CachedDocuments(cache.folder)
     )
+
+
+@pytest.mark.parametrize(
+    "verb", [["export", "--format", "megatron"], ["export", "--format", "datatrove"], ["copy"]], ids=str
+)
+def test_what_is_written_of_a_mixture_has_a_folder_for_each_cache(verb, tmp_path, gpt2_like):
+    values = {"tokenizer": str(gpt2_like), "sequence_length": 32, "cache_dir": str(tmp_path / "cache"), "workers": 0}
+    values["mixture"] = [
+        {"name": name, "weight": 1, "source": str(write_jsonl(tmp_path / f"{name}.jsonl", make_texts(20, seed=seed)))}
+        for seed, name in enumerate(("web", "code"))
+    ]
+    caches = [update_cache(settings, quiet=True) for settings in DataSettings(**values).caches.values()]
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps({"data": values}))
+    assert main(["cache", *verb, "--config", str(config), "--to", f"{tmp_path / 'together'}/"]) == 0
+    assert {path.name for path in (tmp_path / "together").iterdir()} == {"web", "code"}
+    for cache, name in zip(caches, ("web", "code"), strict=True):
+        assert main(["cache", verb[0], str(cache.folder), *verb[1:], "--to", str(tmp_path / "alone" / name)]) == 0
+        alone, together = tmp_path / "alone" / name, tmp_path / "together" / name
+        files = {path.relative_to(alone) for path in alone.rglob("*") if path.is_file()}
+        assert files
+        assert all((alone / path).read_bytes() == (together / path).read_bytes() for path in files)
 
 
 TRUNCATED = {"packing": "pad", "long_documents": "truncate", "sequence_length": 16}

@@ -54,8 +54,9 @@ def run_cache_command(arguments: list[str]) -> int:
     options = make_parser(verb).parse_args([_spelled(argument, verb) for argument in arguments[1:]])
     values, status = {}, 0
     try:
-        for name, where in _wheres(options).items():
-            outcome = verb(where, **_options_of(verb, options))
+        wheres = _wheres(options)
+        for name, where in wheres.items():
+            outcome = verb(where, **_options_of(verb, options, name if len(wheres) > 1 else None))
             values[name], status = outcome.values, max(status, outcome.status)
             if not options.json:
                 print("\n".join(outcome.lines))
@@ -112,8 +113,12 @@ def _wheres(options: Namespace) -> dict[str, CacheSettings | Path]:
     return {options.folder: Path(options.folder)}
 
 
-def _options_of(verb: Callable, options: Namespace) -> dict:
-    return {name: options[name] for name in inspect.signature(verb).parameters if name != "where"}
+def _options_of(verb: Callable, options: Namespace, cache: str | None) -> dict:
+    """The options of a verb; what it writes of a cache of a mixture goes to a folder of the cache's name."""
+    own = {name: options[name] for name in inspect.signature(verb).parameters if name != "where"}
+    if cache and own.get("to"):
+        own["to"] = f"{own['to'].rstrip('/')}/{cache}"
+    return own
 
 
 def _spelled(argument: str, verb: Callable) -> str:

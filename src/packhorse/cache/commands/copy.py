@@ -15,7 +15,8 @@ def copy(where: CacheSettings | Path, *, to: str | None = None, verify: bool = T
 
     Args:
         where: The settings, or the folder of a cache.
-        to: The folder of the copy, or a URL that fsspec knows (`s3://bucket/cache`).
+        to: The folder of the copy, or a URL that fsspec knows (`s3://bucket/cache`); of a
+            mixture each cache gets a folder in it, by its name.
         verify: Read what was written again, and compare its SHA-256.
     """
     if to is None:

@@ -23,7 +23,7 @@ def export(
 
     Args:
         where: The settings, or the folder of a cache.
-        to: The folder to write.
+        to: The folder to write; of a mixture each cache gets a folder in it, by its name.
         format: `datasets`: padded rows, as a DatasetDict with train and eval. `megatron`: documents, as .bin and .idx.
             `datatrove`: documents, as .ds.
     """
