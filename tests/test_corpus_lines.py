@@ -1,5 +1,7 @@
-"""Laws of text files: documents do not depend on where ranges are cut, nor on how lines end."""
+"""Laws of text files: documents do not depend on where ranges are cut, nor on how lines end; no line is worth less."""
 
+import gzip
+import json
 import re
 from itertools import pairwise
 
@@ -7,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packhorse.corpus import lines
+from conftest import make_texts, texts_in
+from packhorse.corpus import files, lines
 from packhorse.corpus.documents import Skipped, TextFile, count_rows, find_row, read_documents
 from packhorse.corpus.lines import find_cut, pieces
+from packhorse.errors import SourceError
 
 PARTS = ["a", "b c", "é", "\n", "\n\n", "\r\n", "\r\n\r\n"]
 KINDS = ["line", "paragraph", "document"]
@@ -91,3 +95,54 @@ def test_documents_of_text_files_are_those_of_datasets(end, sample_by, tmp_path,
     # Line ends at the end of the last one are left out here, and so are rows without text.
     theirs = [row["text"] if sample_by == "document" else row["text"].rstrip("\n") for row in rows]
     assert texts_of(file, 0, len(text.encode())) == [text for text in theirs if text.strip()]
+
+
+BAD_LINES = [b'{"text": "cut off', b"[1, 2]", b"\xff\xfe", b'{"text": "\xff"}', b"", b"7", b"[" * 100_000]
+
+
+def json_lines(path, texts: list[str], bad: list[bytes]) -> str:
+    data = b"".join(line + b"\n" for line in [*bad, *(json.dumps({"text": text}).encode() for text in texts)])
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_the_first_lines_of_a_file_are_left_out_and_counted_as_the_others(name, build, tmp_path):
+    texts = make_texts(20)
+    cache = build(json_lines(tmp_path / name, texts, BAD_LINES), invalid_rows="skip", filters=["text != ''"])
+    assert texts_in(cache) == texts
+    assert (cache.summary.rows_invalid, cache.summary.rows_empty) == (len(BAD_LINES) - 1, 1)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_first_line_of_invalid_json_stops_a_build_in_the_words_of_every_line(name, build, tmp_path):
+    source = json_lines(tmp_path / name, make_texts(20), [b'{"text": "\xff"}', b"", BAD_LINES[0]])
+    with pytest.raises(SourceError, match=r"line 3 is not valid JSON(.|\n)*invalid_rows: skip"):
+        build(source)
+
+
+def test_invalid_first_lines_of_any_file_stop_a_build_before_it_makes_anything(build, tmp_path):
+    good = json_lines(tmp_path / "a.jsonl", make_texts(20), [])
+    bad = json_lines(tmp_path / "b.jsonl", make_texts(20), BAD_LINES)
+    with pytest.raises(SourceError, match=r"b\.jsonl, line 1 is not valid JSON"):
+        build([good, bad])
+    assert not list(tmp_path.rglob("recipe.json"))
+
+
+def test_the_column_is_looked_for_in_the_first_valid_line(build, tmp_path):
+    source = json_lines(tmp_path / "a.jsonl", make_texts(20), BAD_LINES)
+    with pytest.raises(SourceError, match=r"no column 'body'\. It has: text"):
+        build(source, text_column="body", invalid_rows="skip")
+    with pytest.raises(SourceError, match=r"no column 'score' for the filter .* It has: text"):
+        build(source, filters=["score > 1"], invalid_rows="skip")
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_a_file_without_a_valid_line_is_not_read_to_its_end(end, build, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LOOK_BYTES", 300)
+    (tmp_path / "a.jsonl").write_bytes((b"no json" + end) * 100)
+    with pytest.raises(SourceError, match=r"No line in the first .* MB of .*a\.jsonl is a valid JSON object"):
+        build(str(tmp_path / "a.jsonl"), invalid_rows="skip")
+    (tmp_path / "b.jsonl").write_bytes((b"no json" + end) * 10)
+    with pytest.raises(SourceError, match="have no text"):
+        build(str(tmp_path / "b.jsonl"), invalid_rows="skip")

@@ -2,19 +2,21 @@
 
 import glob
 import hashlib
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from packhorse.corpus.documents import Reading, TextFile
 from packhorse.corpus.filters import kind_of, parse_filters, wrong_kind
-from packhorse.corpus.lines import starts_with_bracket
+from packhorse.corpus.lines import parse_row, starts_with_bracket
 from packhorse.corpus.masks import column_kind
 from packhorse.corpus.tables import open_arrow, open_parquet
 from packhorse.errors import SourceError
 
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
+LOOK_BYTES = 2**28
+"""How far a valid JSON line is looked for."""
+
 _KINDS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
 _TEXT_SUFFIXES = (".txt", ".text")
 _KNOWN = ", ".join([*_KINDS, *_TEXT_SUFFIXES])
@@ -100,14 +102,14 @@ def suffix_of(name: str) -> str:
 
 
 def columns_of(file: SourceFile) -> list[str]:
-    """The columns of a table or the keys of the first JSON line; empty for plain text and for packed files."""
+    """The columns of a table or the keys of the first valid JSON line; empty for plain text and for packed files."""
     if file.packed:
         return []
     if file.file.kind == "parquet":
         return open_parquet(file.file.path).schema_arrow.names
     if file.file.kind == "arrow":
         return open_arrow(file.file.path).schema.names
-    return list(_first_row(file.file.path) or []) if file.file.kind == "jsonl" else []
+    return list(_first_row(file.file) or []) if file.file.kind == "jsonl" else []
 
 
 def check_column(file: TextFile) -> None:
@@ -137,7 +139,7 @@ def check_column(file: TextFile) -> None:
                 f"The column {file.column!r} of {file.path} holds {kind}, neither texts nor lists of ids."
             )
     elif file.kind == "jsonl":
-        row = _first_row(file.path)
+        row = _first_row(file)
         if row is None or file.column in row:
             return
         columns = list(row)
@@ -165,12 +167,12 @@ def _check_filters(file: TextFile) -> None:
 
 
 def _kinds_of(file: TextFile) -> dict[str, str] | None:
-    """Column -> what it holds, of a table or of the first JSON line; None for a file without rows."""
+    """Column -> what it holds, of a table or of the first valid JSON line; None for a file without rows."""
     if file.kind in ("parquet", "arrow"):
         schema = open_parquet(file.path).schema_arrow if file.kind == "parquet" else open_arrow(file.path).schema
         return {field.name: column_kind(field.type) for field in schema}
     if file.kind == "jsonl":
-        row = _first_row(file.path)
+        row = _first_row(file)
         return None if row is None else {key: kind_of(value) for key, value in row.items()}
     return {}
 
@@ -179,15 +181,17 @@ def _hidden(path: Path, root: Path) -> bool:
     return any(part.startswith((".", "_")) for part in path.relative_to(root).parts)
 
 
-def _first_row(path: str) -> dict | None:
-    with open(path, "rb") as stream:
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise SourceError(f"{path}, line {number} is not valid JSON: {error}.") from None
-                if not isinstance(row, dict):
-                    raise SourceError(f"{path}, line {number} is not a JSON object, but {type(row).__name__}.")
+def _first_row(file: TextFile) -> dict | None:
+    """The first JSON line that is valid; None if there is none."""
+    place = 0
+    with open(file.path, "rb") as stream:
+        while line := stream.readline(LOOK_BYTES - place):
+            if place + len(line) == LOOK_BYTES:
+                raise SourceError(
+                    f"No line in the first {LOOK_BYTES / 1e6:,.0f} MB of {file.path} is a valid JSON object.\n"
+                    "Check that it has one object a line, or leave it out of `source`."
+                )
+            if line.strip() and (row := parse_row(line, file, place)) is not None:
                 return row
+            place += len(line)
     return None

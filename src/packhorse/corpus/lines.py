@@ -112,6 +112,29 @@ def pieces(file: "TextFile", start: int, stop: int, max_bytes: int | None = None
             yield b"".join(waiting)
 
 
+def parse_row(line: bytes, file: "TextFile", place: int) -> dict | None:
+    """The object in the JSON line at byte `place`, or None for one that is left out and counted.
+
+    Raises:
+        SourceError: it is not valid JSON, and the file is read strictly.
+    """
+    try:
+        row = json.loads(line)
+        if not isinstance(row, dict):
+            raise ValueError(f"an object with the key {file.column!r} is expected, not {type(row).__name__}")
+        return row
+    except UnicodeDecodeError:
+        return None
+    except (ValueError, RecursionError) as error:
+        if not file.is_strict:
+            return None
+        raise SourceError(
+            f"{file.path}, line {_line_number(file, place)} is not valid JSON: {error}.\n"
+            "Set `invalid_rows: skip` to leave such lines out and count them: what was built stays, and the same "
+            "command goes on. A mended file is another file: to build from one, set `name`, for another cache."
+        ) from None
+
+
 def refuse_longer(size: int, max_bytes: int | None, file: "TextFile") -> None:
     """Refuse a document that a memory limit leaves no room for."""
     if max_bytes is not None and size > max_bytes:
@@ -149,20 +172,9 @@ def _parse_text(piece: bytes, file: "TextFile", place: int) -> str:
 def _parse_json(piece: bytes, file: "TextFile", place: int) -> object:
     if not piece.strip():
         return ""
-    try:
-        row = json.loads(piece)
-        if not isinstance(row, dict):
-            raise ValueError(f"an object with the key {file.column!r} is expected, not {type(row).__name__}")
-    except UnicodeDecodeError:
+    row = parse_row(piece, file, place)
+    if row is None:
         return piece  # counted as invalid
-    except (ValueError, RecursionError) as error:
-        if not file.is_strict:
-            return piece
-        raise SourceError(
-            f"{file.path}, line {_line_number(file, place)} is not valid JSON: {error}.\n"
-            "Set `invalid_rows: skip` to leave such lines out and count them: what was built stays, and the same "
-            "command goes on. A mended file is another file: to build from one, set `name`, for another cache."
-        ) from None
     try:
         if not passes(row, parse_filters(file.filters)):
             return LEFT_OUT
