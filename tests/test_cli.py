@@ -325,6 +325,17 @@ def test_preview_counts_what_raised_limits_will_add_to_a_cache(config, tmp_path,
     assert more > 1.5 * there
 
 
+def test_preview_refuses_a_cache_of_another_source_in_the_words_of_a_build(config, tmp_path, capsys):
+    assert build(config) == 0
+    (tmp_path / "more.jsonl").write_text('{"text": "wool for winter"}\n' * 50)
+    other = ["--data.source", str(tmp_path / "more.jsonl"), "--data.name", "corpus"]
+    assert build(config, *other) == 2
+    refused = capsys.readouterr().err.splitlines()[-2:]
+    assert "the settings name only" in refused[0]
+    assert main(["preview", "--config", str(config), *other]) == 2
+    assert capsys.readouterr().err.splitlines()[-2:] == refused
+
+
 def test_preview_refuses_a_column_that_is_not_there(config, tmp_path, capsys):
     path = tmp_path / "table.parquet"
     pq.write_table(pa.table({"body": ["salt"]}), path)

@@ -78,6 +78,8 @@ def test_the_commands_for_own_text_run(quickstart, workplace, monkeypatch):
     assert {command[0] for command in commands} == {"preview", "fit"}
     for command in commands:
         assert main([*command, *SHORT]) == 0
+    runs = {path.parent.relative_to("runs") for path in Path("runs").rglob("config.yaml")}
+    assert runs == {Path("quickstart/version_0"), Path("mine/version_0")}, "so that each has a `last` of its own"
 
 
 @pytest.mark.parametrize("command", ["validate", "test"])

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from packhorse.cache.plan import Plan, PlannedFile
 from packhorse.corpus.files import SourceFile, probe_file
-from packhorse.corpus.sources import Files
+from packhorse.corpus.sources import Files, Source
+from packhorse.errors import SourceError
 
 
 class PlannedFiles:
@@ -69,6 +70,30 @@ class PlannedFiles:
         for number, file in enumerate(self.plan.files):
             names[Path(file.path).name, file.kind, file.column].append(number)
         return names
+
+
+def refuse_other_sources(plan: Plan, sources: list[Source]) -> None:
+    """Refuse a plan whose sources have nothing in common with what is asked for: it is somebody else's.
+
+    Raises:
+        SourceError: it is.
+    """
+    if not plan.files:
+        return
+    keys = {file.source for file in plan.files}
+    probes = {file.probe for file in plan.files}
+    paths = {file.path for file in plan.files if file.path}
+    for source in sources:
+        files = source.files if isinstance(source, Files) else []
+        if source.key in keys or any(f.probe in probes or f.file.path in paths for f in files):
+            return
+        if files and any(PlannedFiles(plan, source).before(file) is not None for file in files):
+            return
+    raise SourceError(
+        f"The cache {plan.folder} was built from {', '.join(sorted(keys))}; "
+        f"the settings name only {', '.join(source.key for source in sources)}.\n"
+        "Set `name` to give the other text a cache of its own, or list both sources to make one of them."
+    )
 
 
 def _content(file: SourceFile) -> tuple[int, str, str, str]:

@@ -15,7 +15,7 @@ from packhorse.cache.duplicates import Duplicates
 from packhorse.cache.limits import Limits
 from packhorse.cache.locations import Locations, take
 from packhorse.cache.plan import Page, Plan, PlannedFile, Range
-from packhorse.cache.planned import PlannedFiles
+from packhorse.cache.planned import PlannedFiles, refuse_other_sources
 from packhorse.cache.rate import tokens_per_byte, tokens_per_byte_of
 from packhorse.corpus.documents import file_length
 from packhorse.corpus.files import SourceFile, check_column
@@ -76,7 +76,7 @@ class Planner:
             SourceError: a source is not what it seems.
             SourceChangedError: a source is no longer what was planned.
         """
-        self._refuse_strangers()
+        refuse_other_sources(self.plan, self.sources)
         while True:
             self._next_page = len(self.plan.pages)
             try:
@@ -111,26 +111,6 @@ class Planner:
                 pending, new_files, done = [], [], {}
                 yield from self._publish_stream(source)
         yield from self._publish_files(pending, new_files, done)
-
-    def _refuse_strangers(self) -> None:
-        """A cache whose sources have nothing in common with what is asked for is somebody else's."""
-        planned = self.plan.files
-        if not planned:
-            return
-        keys = {file.source for file in planned}
-        probes = {file.probe for file in planned}
-        paths = {file.path for file in planned if file.path}
-        for source in self.sources:
-            files = source.files if isinstance(source, Files) else []
-            if source.key in keys or any(f.probe in probes or f.file.path in paths for f in files):
-                return
-            if files and any(PlannedFiles(self.plan, source).before(file) is not None for file in files):
-                return
-        raise SourceError(
-            f"The cache {self.plan.folder} was built from {', '.join(sorted(keys))}; "
-            f"the settings name only {', '.join(source.key for source in self.sources)}.\n"
-            "Set `name` to give the other text a cache of its own, or list both sources to make one of them."
-        )
 
     def _unplanned(self, source: Files, new_files: list[PlannedFile]) -> list[Range]:
         """Ranges of a source's files that are not in the plan; files that are new are appended to `new_files`."""

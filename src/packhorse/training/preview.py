@@ -9,7 +9,9 @@ from transformers import AutoModelForCausalLM
 from packhorse.cache import CacheSettings, open_cache
 from packhorse.cache.estimate import estimate_cache
 from packhorse.cache.plan import Plan
+from packhorse.cache.planned import refuse_other_sources
 from packhorse.cache.tokenizers import sample_texts, train_on
+from packhorse.cache.update import folder_of
 from packhorse.corpus.engines import Reference
 from packhorse.corpus.files import columns_of
 from packhorse.corpus.sources import Deferred, Files, Source
@@ -130,10 +132,13 @@ def _run_lines(cli: Any, settings: Any) -> list[str]:
 
 def _sequences(settings: CacheSettings) -> tuple[int | None, str]:
     """Train sequences of a cache, and how they are known; None when nobody can know before reading."""
+    sources = settings.open_sources()
     try:
+        plan = Plan(folder_of(settings))
+        refuse_other_sources(plan, sources)
         cache = open_cache(settings)
         there = cache.num_sequences("train")
-        if not _will_grow(settings, Plan(cache.folder)):
+        if not _will_grow(settings, sources, plan):
             return there, f"the cache {cache.folder} is there"
         how = f"an estimate; the cache {cache.folder} has {there:,} so far and will grow"
     except (CacheIncompleteError, TokenizerError):
@@ -145,9 +150,9 @@ def _sequences(settings: CacheSettings) -> tuple[int | None, str]:
     return max(there, round(found * (1 - settings.eval_share))), how
 
 
-def _will_grow(settings: CacheSettings, plan: Plan) -> bool:
+def _will_grow(settings: CacheSettings, sources: list[Source], plan: Plan) -> bool:
     """Whether the settings ask for more than is planned, as far as that is known without reading."""
-    if all(source.key in plan.finished for source in settings.open_sources()):
+    if all(source.key in plan.finished for source in sources):
         return False
     rows = [page.rows for page in plan.pages]
     return settings.max_documents is None or None in rows or sum(rows) < settings.max_documents
