@@ -5,8 +5,8 @@ import torch
 
 from packhorse.models import InfiniAttentionConfig
 from packhorse.training.gate_budget import gate_budget, gate_schedule
-from packhorse.training.monitors import gate_lines
 from packhorse.training.schedule import Schedule
+from packhorse.training.telling import gate_lines
 
 PEAK, GATE_PEAK = 3.75e-5, 1.5e-4
 HARD = InfiniAttentionConfig(balance_act_type="hard_sigmoid")

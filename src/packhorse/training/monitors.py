@@ -8,16 +8,16 @@ from pathlib import Path
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from packhorse.cache.progress import say
 from packhorse.models import gate_values
 from packhorse.training.checkpoints import recovery_of
-from packhorse.training.gate_budget import gate_budget
 from packhorse.training.run_log import find_log
 from packhorse.training.signals import Stopped
 from packhorse.training.speed import duration
+from packhorse.training.telling import plan_lines, report_lines
 
 MEASURED_STEPS = 20
 """After so many steps the time that is left is told as measured, where the plan could only expect."""
@@ -76,26 +76,15 @@ class RunReport(Callback):
             return
         # A live bar would paint over the report; Lightning stops it only later.
         getattr(trainer.progress_bar_callback, "_stop_progress", lambda: None)()
-        data = trainer.datamodule
-        summary = data.cache.summary
-        steps = trainer.global_step - self._first_step
-        tokens = steps * data.plan.global_batch * data.plan.sequence_length
-        first, last = float(self._first_loss), self._mean_loss()
-        val = trainer.callback_metrics.get("val/loss")
-        gates = gate_values(pl_module.model)
-        lines = [
-            "",
-            "Report",
-            f"  data        {summary.tokens:,} tokens in {summary.train_sequences + summary.eval_sequences:,} "
-            f"sequences of {data.plan.sequence_length}, utilisation {summary.utilisation:.2%}, "
-            f"{summary.bytes_per_token:.2f} bytes per token on disk",
-            f"  training    {steps:,} steps, {tokens:,} tokens, {self._rate(trainer):,.0f} tokens/s",
-            f"  loss        {first:.3f} at the beginning, {last:.3f} at the end"
-            + (f", {float(val):.3f} on evaluation text" if val is not None else ""),
-            f"              {self.entropy:.3f} is the unigram entropy of the data: what guessing by frequency costs",
-            f"  memory      gates from {float(gates.min()):.2f} to {float(gates.max()):.2f} "
-            "(share of the compressive memory in a head's output)",
-        ]
+        lines = report_lines(
+            trainer,
+            pl_module,
+            steps=trainer.global_step - self._first_step,
+            rate=self._rate(trainer),
+            first_loss=float(self._first_loss),
+            last_loss=self._mean_loss(),
+            entropy=self.entropy,
+        )
         checkpoint = _last_checkpoint(trainer)
         if checkpoint:
             lines.append(f"  checkpoint  {checkpoint}")
@@ -106,7 +95,7 @@ class RunReport(Callback):
             lines.append(f"  {self.command} predict --config {_config_of(trainer)} --ckpt_path {checkpoint}")
         if trainer.logger is not None:
             lines.append(f"  tensorboard --logdir {_relative(Path(trainer.log_dir))}")
-        say_once("\n".join(lines))
+        say_once("\n".join(["", "Report", *lines]))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """When the user or the system stops a run: say how it goes on."""
@@ -143,42 +132,6 @@ class RunReport(Callback):
         """Over the last tenth of what is remembered, at least one and at most 20 steps."""
         count = max(1, len(self._recent) // 10)
         return float(torch.stack(list(self._recent)[-count:]).float().mean())
-
-
-def plan_lines(trainer: Trainer, module: LightningModule, plan, data, seconds: float | None, activations: int | None):
-    """The plan of a run, line by line."""
-    parameters = sum(p.numel() for p in module.model.parameters())
-    # fp32 weights, gradients, and the two moments of Adam.
-    state = 16 * parameters
-    memory = f"{state / 1e6:,.0f} MB for weights, gradients and optimizer"
-    if activations is not None:
-        memory += f", {activations / 1e6:,.0f} MB for the activations of a micro-batch"
-    expected = "known after the first steps"
-    if seconds is not None:
-        left = plan.steps - trainer.global_step
-        expected = f"about {duration(seconds * left * trainer.accumulate_grad_batches)}, without validation"
-    attention = module.infini_attention
-    return [
-        f"  cache       {data.cache.folder}, {'just built' if data.was_built else 'found'}; "
-        f"opened in {data.opening_seconds:.3f} s, first batch {data.first_batch_seconds():.3f} s later",
-        f"  sequences   {plan.sequences:,} of {plan.sequence_length} tokens, {plan.epochs:.2f} epochs",
-        f"  steps       {plan.steps:,} of {plan.global_batch} sequences = {plan.tokens:,} tokens",
-        f"  model       {parameters:,} parameters, segments of {attention.segment_length}, "
-        f"memory {'on' if attention.turn_on_memory else 'off'}",
-        *gate_lines(module),
-        f"  memory      {memory}",
-        f"  time        {expected}",
-    ]
-
-
-def gate_lines(module: LightningModule) -> list[str]:
-    """How far the gates can travel, where there are any; warns when that is not far enough."""
-    if not module.infini_attention.turn_on_memory:
-        return []
-    allowed = gate_budget(module.infini_attention, module.gate_schedule, module.balance_factor_lr)
-    if not allowed.suffices:
-        rank_zero_warn(allowed.warning())
-    return [f"  gates       {allowed}"]
 
 
 @rank_zero_only

@@ -1,0 +1,81 @@
+"""A run -> what is told of it before its first step and after its last one, line by line."""
+
+from lightning import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+
+from packhorse.models import gate_values
+from packhorse.training.gate_budget import gate_budget
+from packhorse.training.speed import duration
+
+
+def plan_lines(trainer: Trainer, module: LightningModule, plan, data, seconds: float | None, activations: int | None):
+    """The plan of a run, line by line."""
+    parameters = sum(p.numel() for p in module.model.parameters())
+    # fp32 weights, gradients, and the two moments of Adam.
+    state = 16 * parameters
+    memory = f"{state / 1e6:,.0f} MB for weights, gradients and optimizer"
+    if activations is not None:
+        memory += f", {activations / 1e6:,.0f} MB for the activations of a micro-batch"
+    expected = "known after the first steps"
+    if seconds is not None:
+        left = plan.steps - trainer.global_step
+        expected = f"about {duration(seconds * left * trainer.accumulate_grad_batches)}, without validation"
+    attention = module.infini_attention
+    return [
+        f"  cache       {data.cache.folder}, {'just built' if data.was_built else 'found'}; "
+        f"opened in {data.opening_seconds:.3f} s, first batch {data.first_batch_seconds():.3f} s later",
+        f"  sequences   {plan.sequences:,} of {plan.sequence_length} tokens, {plan.epochs:.2f} epochs",
+        f"  steps       {plan.steps:,} of {plan.global_batch} sequences = {plan.tokens:,} tokens",
+        f"  model       {parameters:,} parameters, segments of {attention.segment_length}, "
+        f"memory {'on' if attention.turn_on_memory else 'off'}",
+        *gate_lines(module),
+        f"  memory      {memory}",
+        f"  time        {expected}",
+    ]
+
+
+def gate_lines(module: LightningModule) -> list[str]:
+    """How far the gates can travel, where there are any; warns when that is not far enough."""
+    if not module.infini_attention.turn_on_memory:
+        return []
+    allowed = gate_budget(module.infini_attention, module.gate_schedule, module.balance_factor_lr)
+    if not allowed.suffices:
+        rank_zero_warn(allowed.warning())
+    return [f"  gates       {allowed}"]
+
+
+def report_lines(
+    trainer: Trainer,
+    module: LightningModule,
+    *,
+    steps: int,
+    rate: float,
+    first_loss: float,
+    last_loss: float,
+    entropy: float,
+) -> list[str]:
+    """The report of a run, line by line.
+
+    Args:
+        trainer: When all steps are done.
+        module: What was trained.
+        steps: That were done.
+        rate: Tokens per second.
+        first_loss: At the beginning.
+        last_loss: At the end.
+        entropy: Unigram entropy of the data.
+    """
+    plan, summary = trainer.datamodule.plan, trainer.datamodule.cache.summary
+    val, gates = trainer.callback_metrics.get("val/loss"), gate_values(module.model)
+    return [
+        f"  data        {summary.tokens:,} tokens in {summary.train_sequences + summary.eval_sequences:,} "
+        f"sequences of {plan.sequence_length}, utilisation {summary.utilisation:.2%}, "
+        f"{summary.bytes_per_token:.2f} bytes per token on disk",
+        f"  training    {steps:,} steps, {steps * plan.global_batch * plan.sequence_length:,} tokens, "
+        f"{rate:,.0f} tokens/s",
+        f"  loss        {first_loss:.3f} at the beginning, {last_loss:.3f} at the end"
+        + (f", {float(val):.3f} on evaluation text" if val is not None else ""),
+        f"              {entropy:.3f} is the unigram entropy of the data: what guessing by frequency costs",
+        f"  memory      gates from {float(gates.min()):.2f} to {float(gates.max()):.2f} "
+        "(share of the compressive memory in a head's output)",
+    ]
