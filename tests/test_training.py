@@ -11,8 +11,9 @@ import transformers
 from lightning.pytorch.callbacks import Callback
 
 from packhorse.errors import CacheIncompleteError, CheckpointError, SettingsError, TokenizerError
-from packhorse.models import InfiniAttentionConfig, gate_parameters
+from packhorse.models import InfiniAttentionConfig, InfiniLlamaConfig, InfiniLlamaForCausalLM, gate_parameters
 from packhorse.training import LanguageModule, RecoveryCheckpoint, ScheduleSettings, TokenDataModule
+from packhorse.training.compatibility import check_shapes
 from packhorse.training.mixture import RunOrder
 from packhorse.training.module import AdamW
 from packhorse.training.order import TrainingOrder
@@ -269,6 +270,25 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(room, co
     other.model_config.update(hidden_size=64, num_hidden_layers=3)
     with pytest.raises(CheckpointError, match=r"(?s)hidden_size: .* 32, configured 64.*layers: .* 2, configured 3"):
         trainer(tmp_path).fit(other, datamodule=datamodule(room, corpus), ckpt_path=tmp_path / "end.ckpt")
+
+
+def test_a_checkpoint_with_other_biases_or_gates_is_of_another_model():
+    def config(layers=None, **settings):
+        sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+        attention = {"num_attention_heads": 2, "infini_attention": {"memory_layers": layers}}
+        return InfiniLlamaConfig(**sizes, **attention, **settings)
+
+    saved = config().to_dict()
+    for other, message in (
+        (config(attention_bias=True), "attention_bias: in the checkpoint False, configured True"),
+        (config(mlp_bias=True), "mlp_bias: in the checkpoint False, configured True"),
+        (config([1]), r"infini_attention.memory_layers: in the checkpoint None, configured \[1\]"),
+    ):
+        weights = InfiniLlamaForCausalLM(other).state_dict().keys()
+        assert weights != InfiniLlamaForCausalLM(config()).state_dict().keys()
+        with pytest.raises(CheckpointError, match=message):
+            check_shapes(saved, other)
+    check_shapes(saved, config([1, 0]))
 
 
 def test_in_bf16_the_gates_stay_in_fp32_and_move(room, corpus, tmp_path):

@@ -16,6 +16,8 @@ SHAPES = (
     "num_key_value_heads",
     "head_dim",
     "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
 )
 """Fields of a configuration that decide which weights there are."""
 
@@ -29,11 +31,11 @@ def check_shapes(saved: dict[str, Any], config: PreTrainedConfig) -> None:
     Raises:
         CheckpointError: the message names every field that differs.
     """
-    now = config.to_dict()
+    then, now = _shapes(saved), _shapes(config.to_dict())
     differing = [
-        f"  {name}: in the checkpoint {saved[name]}, configured {now.get(name)}"
-        for name in SHAPES
-        if name in saved and saved[name] != now.get(name)
+        f"  {name}: in the checkpoint {value}, configured {now.get(name)}"
+        for name, value in then.items()
+        if value != now.get(name)
     ]
     if differing:
         raise CheckpointError(
@@ -46,3 +48,10 @@ def check_shapes(saved: dict[str, Any], config: PreTrainedConfig) -> None:
 def hyperparameters(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What an optimizer was configured with, group by group, to be set again when its state is restored."""
     return [{name: group[name] for name in HYPERPARAMETERS if name in group} for group in groups]
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, Any]:
+    layers = (config.get("infini_attention") or {}).get("memory_layers")
+    if layers is not None:
+        layers = None if len(layers) == config["num_hidden_layers"] else sorted(layers)  # all of them, named or not
+    return {**{name: config[name] for name in SHAPES if name in config}, "infini_attention.memory_layers": layers}
