@@ -1,12 +1,16 @@
 """Laws of where a run goes on from: the checkpoint that is found, the one that is refused, and what is told of it."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 
+from packhorse.errors import CheckpointCorruptError, CheckpointError, SettingsError
 from packhorse.training import BestCheckpoint, RecoveryCheckpoint
 from packhorse.training.locate import find_checkpoint
 from packhorse.training.monitors import RunReport
@@ -43,6 +47,41 @@ def test_a_run_goes_on_from_its_recovery_checkpoint_wherever_others_are_kept(roo
     assert f"--ckpt_path {last}" in capfd.readouterr().err
     for name in ("auto", "last"):
         assert find_checkpoint(name, runs_folder(training)) == str(last.resolve())
+
+
+def test_a_run_never_goes_on_from_weights_alone_and_says_so(room, tmp_path, capfd):
+    training = run(room, tmp_path, BestCheckpoint(save_weights_only=True), recovery())
+    runs, best = runs_folder(training), Path(training.log_dir) / "checkpoints/best.ckpt"
+    os.utime(best)  # the newest
+    for name in ("auto", "last", training.log_dir):
+        assert find_checkpoint(name, runs) == str(best.with_name("step=3.ckpt"))
+        assert f"Skipped: {best} holds the weights of a model" in capfd.readouterr().err
+        assert find_checkpoint(name, runs, goes_on=False) == str(best), "weights are enough to validate"
+    with pytest.raises(CheckpointError, match="not the state of a run"):
+        find_checkpoint(str(best), runs)
+    with pytest.raises(CheckpointError, match=r"best.ckpt holds .* not the state of a run"):
+        run(room, tmp_path, start=str(best))
+    best.with_name("step=3.ckpt").unlink()
+    assert find_checkpoint("auto", runs) is None, "a run that is started again before its first save"
+    with pytest.raises(SettingsError, match="do not hold the state of a run"):
+        find_checkpoint("last", runs)
+    best.with_name("last.ckpt").unlink()
+    best.with_name("step=6.ckpt").write_bytes(best.read_bytes()[:-3000])
+    with pytest.raises(CheckpointCorruptError):
+        find_checkpoint("auto", runs)
+
+
+def test_a_checkpoint_of_another_program_is_refused_in_words(room, tmp_path):
+    training = trainer(tmp_path, max_steps=1, logger=False)
+    training.fit(BoringModel())
+    training.save_checkpoint(tmp_path / "other.ckpt")
+    torch.save({"weight": torch.zeros(2)}, tmp_path / "weights.ckpt")
+    for name in ("other.ckpt", "weights.ckpt"):
+        for goes_on in (True, False):
+            with pytest.raises(CheckpointError, match=f"{name} is a checkpoint, but not of a Packhorse run"):
+                find_checkpoint(str(tmp_path / name), tmp_path, goes_on=goes_on)
+    with pytest.raises(CheckpointError, match=r"other.ckpt is a checkpoint, but not of a Packhorse run"):
+        run(room, tmp_path, start=str(tmp_path / "other.ckpt"))
 
 
 def test_a_run_without_a_recovery_checkpoint_tells_of_the_one_it_has(room, tmp_path, capfd):

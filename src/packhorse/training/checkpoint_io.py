@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.load import _METADATA_FILENAME
 
 from packhorse.errors import CheckpointCorruptError, CheckpointError
 from packhorse.training.checkpoint_file import check_checkpoint, publish_checkpoint, sound_checkpoints
@@ -60,6 +61,19 @@ def load_checkpoint(path: Path, map_location: Any = "cpu", weights_only: bool = 
         raise CheckpointCorruptError(
             f"{path} is no checkpoint that torch can read: {str(error).splitlines()[0]}\n{_advice(path)}"
         ) from error
+
+
+def read_outline(path: Path) -> Any:
+    """What a checkpoint holds, while its tensors stay on the disk; None where only loading it will tell.
+
+    Args:
+        path: A file, or a folder of shards, where it is what stands beside them.
+    """
+    try:
+        file = path / _METADATA_FILENAME if path.is_dir() else path
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError):
+        return None
 
 
 def _advice(path: Path) -> str:

@@ -98,7 +98,8 @@ class PackhorseCLI(LightningCLI):
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         arguments = super()._prepare_subcommand_kwargs(subcommand)
         if arguments.get("ckpt_path"):
-            arguments["ckpt_path"] = find_checkpoint(arguments["ckpt_path"], runs_folder(self.trainer))
+            runs, goes_on = runs_folder(self.trainer), subcommand == "fit"
+            arguments["ckpt_path"] = find_checkpoint(arguments["ckpt_path"], runs, goes_on=goes_on)
         return arguments
 
     def _parse_ckpt_path(self) -> None:

@@ -1,5 +1,6 @@
 """A checkpoint's model against the configured one: what cannot go on is refused in words, before its weights load."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -23,6 +24,27 @@ SHAPES = (
 
 HYPERPARAMETERS = ("weight_decay", "betas", "eps", "momentum")
 """What the configuration says about an optimizer, and its state repeats; the learning rate is the schedule's."""
+
+
+def check_contents(checkpoint: Any, name: str, *, goes_on: bool) -> None:
+    """Refuse a checkpoint that is not of a Packhorse run, or holds too little.
+
+    Args:
+        checkpoint: What was loaded.
+        name: What the message calls it.
+        goes_on: Whether a run shall go on from it.
+
+    Raises:
+        CheckpointError: the message says what it lacks.
+    """
+    own = checkpoint.get("packhorse") if isinstance(checkpoint, Mapping) else None
+    if not isinstance(own, Mapping) or "config" not in own:
+        raise CheckpointError(f"{name} is a checkpoint, but not of a Packhorse run: it has no model configuration.")
+    if goes_on and "lr_schedulers" not in checkpoint:  # as `save_weights_only` leaves it
+        raise CheckpointError(
+            f"{name} holds the weights of a model, but not the state of a run.\nGo on from another checkpoint. To "
+            "begin a new run with these weights, `export` them to a folder and set `model.pretrained` to it."
+        )
 
 
 def check_shapes(saved: dict[str, Any], config: PreTrainedConfig) -> None:

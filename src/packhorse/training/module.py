@@ -27,7 +27,7 @@ from packhorse.models import (
     split_into_segments,
 )
 from packhorse.models.slots import SlottedSegments
-from packhorse.training.compatibility import check_shapes, hyperparameters
+from packhorse.training.compatibility import check_contents, check_shapes, hyperparameters
 from packhorse.training.families import FAMILIES, allow_cache, check_config, family_of, plain_config
 from packhorse.training.gate_budget import gate_schedule
 from packhorse.training.loss import TokenLoss, chunked_cross_entropy
@@ -339,8 +339,11 @@ class LanguageModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Make the model of the checkpoint, if there is none yet."""
+        is_fitting = self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+        path = None if self._trainer is None else self.trainer.ckpt_path
+        check_contents(checkpoint, str(path or "This"), goes_on=is_fitting)
         self._restored_config = checkpoint["packhorse"]["config"]
-        if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+        if is_fitting:
             self._restored_schedule = checkpoint["packhorse"].get("schedule")
         if self.model is None:
             self.configure_model()

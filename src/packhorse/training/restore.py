@@ -18,6 +18,7 @@ from packhorse.corpus.tokenizer import (
 )
 from packhorse.errors import CheckpointError, TokenizerError
 from packhorse.training.checkpoint_io import load_checkpoint
+from packhorse.training.compatibility import check_contents
 from packhorse.training.families import allow_cache
 from packhorse.training.locate import is_transformers_folder, resolve_checkpoint
 from packhorse.training.module import LanguageModule
@@ -121,8 +122,7 @@ def _load_file(path: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
             f"`python -m lightning.fabric.utilities.consolidate_checkpoint {path}`."
         )
     checkpoint = load_checkpoint(path)
-    if not isinstance(checkpoint, dict) or "config" not in checkpoint.get("packhorse", {}):
-        raise CheckpointError(f"{path} is a checkpoint, but not of a Packhorse run: it has no model configuration.")
+    check_contents(checkpoint, str(path), goes_on=False)
     module = LanguageModule()
     module.on_load_checkpoint(checkpoint)
     try:
