@@ -281,7 +281,12 @@ def test_a_list_in_a_configuration_names_sources_and_never_holds_texts(config, m
 
 @pytest.mark.parametrize(
     "argument",
-    ["--model.infini_attention.segment_length=0", "--model.schedule.min_ratio=2", "--model.schedule.warmup_ratio=-1"],
+    [
+        "--model.infini_attention.segment_length=0",
+        "--model.schedule.min_ratio=2",
+        "--model.schedule.warmup_ratio=-1",
+        "--model.config.hidden_size=abc",
+    ],
 )
 def test_a_model_or_schedule_that_makes_no_sense_is_refused_before_the_cache_is_built(
     config, tmp_path, capsys, argument
@@ -289,6 +294,12 @@ def test_a_model_or_schedule_that_makes_no_sense_is_refused_before_the_cache_is_
     assert main(["fit", "--config", str(config), argument]) == 2
     assert argument.partition("=")[0].rpartition(".")[2] in capsys.readouterr().err
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_learning_rate_that_makes_no_sense_is_refused_with_status_2(config, capsys):
+    optimizer = ["--model.optimizer=packhorse.training.module.AdamW", "--model.optimizer.init_args.lr=-1"]
+    assert main(["fit", "--config", str(config), *optimizer]) == 2
+    assert "`model.optimizer` makes no sense: Invalid learning rate: -1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -432,3 +432,27 @@ def test_heads_that_do_not_fit_are_refused_before_anything_is_built(config):
     with pytest.raises(SettingsError, match="must be a multiple"):
         LanguageModule(config=config)
     LanguageModule(config={"hidden_size": 36, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_attention_heads", 0),
+        ("num_hidden_layers", 0),
+        ("intermediate_size", -64),
+        ("num_key_value_heads", True),
+        ("hidden_size", None),
+        ("rms_norm_eps", "tiny"),
+        ("hidden_act", "sillu"),
+        ("dtype", "float7"),
+    ],
+)
+def test_values_of_a_model_that_make_no_sense_are_refused_by_name(name, value):
+    with pytest.raises(SettingsError, match=f"`config.*({name}|{value})"):
+        LanguageModule(config={name: value})
+
+
+@pytest.mark.parametrize("name", ["balance_factor_lr", "balance_factor_weight_decay"])
+def test_gates_are_not_trained_backwards(name):
+    with pytest.raises(SettingsError, match=f"{name} must be 0 or more"):
+        LanguageModule(**{name: -0.1})

@@ -4,7 +4,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 
 from packhorse.errors import SettingsError
 from packhorse.models import (
@@ -23,6 +25,16 @@ FAMILIES = {
 }
 """A plain model's type -> its configuration and model with Infini-attention."""
 
+_DERIVED = {"num_key_value_heads", "head_dim"}
+_SIZES = _DERIVED | {
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+}
+
 
 def check_config(config: dict[str, Any], family: str) -> None:
     """Refuse what transformers would swallow without a word, or stumble over later.
@@ -32,12 +44,20 @@ def check_config(config: dict[str, Any], family: str) -> None:
         family: A key of `FAMILIES`.
 
     Raises:
-        SettingsError: a field is not known, or heads do not fit.
+        SettingsError: a field is not known, its value makes no sense, or heads do not fit.
     """
     known = {field.name for field in fields(FAMILIES[family][0])} - {"infini_attention"}
     if unknown := sorted(set(config) - known):
         raise SettingsError(f"`config` has no field {', '.join(unknown)}. Known are: {', '.join(sorted(known))}.")
-    made = FAMILIES[family][0](**config)
+    for name in sorted(_SIZES & set(config)):
+        if not _is_size(config[name]) and not (config[name] is None and name in _DERIVED):
+            raise SettingsError(f"`config.{name}` must be a whole number above 0, not {config[name]!r}.")
+    try:
+        made = FAMILIES[family][0](**config)
+    except (StrictDataclassError, AttributeError) as error:  # a value of another type; a dtype that torch does not have
+        raise SettingsError(f"`config` makes no sense: {' '.join(str(error).split())}") from None
+    if made.hidden_act not in ACT2FN:
+        raise SettingsError(f"`config.hidden_act` {made.hidden_act!r} is not one of {', '.join(sorted(ACT2FN))}.")
     hidden, heads, groups = made.hidden_size, made.num_attention_heads, made.num_key_value_heads
     width = getattr(made, "head_dim", None) or hidden // heads
     is_free = "head_dim" in config or family == "qwen3"
@@ -77,3 +97,7 @@ def allow_cache(model: PreTrainedModel) -> None:
     Many are saved with `use_cache: false`, for the sake of training; ours makes no cache in any case.
     """
     model.config.use_cache = model.generation_config.use_cache = True
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -186,7 +186,10 @@ class LanguageModule(LightningModule):
                 "name": "gates",
             },
         ]
-        optimizer = self.optimizer_callable([group for group in groups if group["params"]])
+        try:
+            optimizer = self.optimizer_callable([group for group in groups if group["params"]])
+        except ValueError as error:
+            raise SettingsError(f"`model.optimizer` makes no sense: {error}.") from error
         self._peaks = [group["lr"] for group in optimizer.param_groups]
         self._hyperparameters = hyperparameters(optimizer.param_groups)
         self.schedule = self.schedule_settings.make(*self._total_steps())
@@ -389,4 +392,6 @@ def _said_once(settings: InfiniAttentionConfig, name: str, value: float | None, 
             f"{name} is {given['model']} in `model` and {given['model.infini_attention']} in "
             "`model.infini_attention`. Leave one of the two out."
         )
-    return next(iter(given.values()), default)
+    if (said := next(iter(given.values()), default)) < 0:
+        raise SettingsError(f"{name} must be 0 or more, not {said}.")
+    return said
