@@ -248,3 +248,19 @@ def test_export_makes_a_folder_that_transformers_loads_with_its_tokenizer(run, m
     assert restore(CheckpointSettings(ckpt_path=str(folder))).tokenizer.json == SMALL.read_text()
     assert main(["export", "--ckpt_path", str(run), "--folder", str(folder)]) == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["nonsense", "cuda:99", "xpu:7"])
+def test_a_device_that_is_not_there_is_refused_with_status_2(run, capsys, device):
+    assert main(["generate", "--ckpt_path", str(run), "--device", device, "The sea"]) == 2
+    assert f"The device {device} cannot be used" in capsys.readouterr().err
+
+
+def test_a_file_where_a_folder_shall_be_made_is_refused_and_kept(run, tmp_path, capsys):
+    file = tmp_path / "notes.txt"
+    file.write_text("mine")
+    for folder in (file, file / "deeper" / "still"):
+        assert main(["export", "--ckpt_path", str(run), "--folder", str(folder)]) == 2
+        assert main(["passkey", "--ckpt_path", str(run), "--lengths", "70", *FEW, "--output", str(folder)]) == 2
+        assert capsys.readouterr().err.count(f"{file} is a file") == 2
+    assert file.read_text() == "mine"

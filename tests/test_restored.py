@@ -15,7 +15,7 @@ from packhorse.cli import main
 from packhorse.corpus.bos import with_bos
 from packhorse.corpus.passkey import PasskeyText
 from packhorse.corpus.tokenizer import TokenizerContent, read_tokenizer
-from packhorse.errors import TokenizerError
+from packhorse.errors import SettingsError, TokenizerError
 from packhorse.models import InfiniCache
 from packhorse.training.restore import CheckpointSettings, Restored, restore
 
@@ -160,6 +160,18 @@ def test_a_checkpoint_that_does_not_tell_its_bos_has_that_of_its_configuration(
     config["bos_token_id"] = bos_id if configured == "its own" else configured
     older = changed(run, tmp_path / "older.ckpt", config=config, bos_id=...)
     assert (opened(older).encode("the")[0] == bos_id) == begins
+
+
+def test_an_empty_prompt_is_continued_after_a_bos_and_refused_without(run, tmp_path, capsys):
+    prompts = ["predict", "--config", str(run / "config.yaml"), "--ckpt_path", str(run / "last.ckpt")]
+    assert main([*prompts, "--data.prompts", '[""]']) == 0
+    capsys.readouterr()
+    assert main([*prompts, "--data.prompts", '["the", ""]', "--data.add_bos", "false"]) == 2
+    assert "'' has no tokens" in capsys.readouterr().err
+
+    assert opened(run / "last.ckpt").encode("")
+    with pytest.raises(SettingsError, match="'' has no tokens"):
+        opened(changed(run, tmp_path / "other.ckpt", bos_id=None)).encode("")
 
 
 def test_a_tokenizer_without_the_bos_of_the_training_is_refused(gpt2_like):

@@ -200,6 +200,8 @@ class TokenDataModule(LightningDataModule):
 
     def predict_dataloader(self) -> DataLoader:
         """The prompts."""
+        for prompt in self.settings.prompts:
+            self.encode(prompt)  # what cannot be continued is refused before any is
         return DataLoader(list(self.settings.prompts), batch_size=None)
 
     def next_sequences(self, count: int) -> np.ndarray:
@@ -233,9 +235,16 @@ class TokenDataModule(LightningDataModule):
         return float(-(shares * np.log(shares)).sum())
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a prompt, after the BOS of the recipe if it has one."""
+        """The ids of a prompt, after the BOS of the recipe if it has one.
+
+        Raises:
+            SettingsError: there are none, so nothing to continue.
+        """
         bos = self._opened.recipe.bos_id
-        return [*([] if bos is None else [bos]), *self._opened.encode(text)]
+        ids = [*([] if bos is None else [bos]), *self._opened.encode(text)]
+        if not ids:
+            raise SettingsError(f"The prompt {text!r} has no tokens. Give a text in `data.prompts`.")
+        return ids
 
     def decode(self, ids: list[int]) -> str:
         """The text of some ids."""

@@ -63,6 +63,8 @@ def passkey(checkpoint: CheckpointSettings, settings: PasskeySettings, *, output
         settings: What to ask.
         output: Folder for passkey.json and passkey.png; by default passkey/<checkpoint> in `runs`.
     """
+    if output is not None:
+        _check_folder(output)
     restored = restore(checkpoint)
     start = shown = time.monotonic()
 
@@ -136,6 +138,7 @@ def export(checkpoint: CheckpointSettings, folder: Path) -> None:
         checkpoint: Which model; `--dtype` is that of the weights.
         folder: A folder that is new or empty.
     """
+    _check_folder(folder)
     if folder.exists() and any(folder.iterdir()):
         raise SettingsError(f"{folder} is not empty. Name a new folder: nothing is written over.")
     restored = restore(checkpoint)
@@ -202,6 +205,13 @@ def _prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
     if not all(prompts):
         raise SettingsError("A prompt is empty. Give a text as an argument, by --file, or on standard input.")
     return prompts
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be made, before hours of work."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise SettingsError(f"{nearest} is a file, so {folder} cannot be a folder. Name another.")
 
 
 def _label(path: Path) -> str:

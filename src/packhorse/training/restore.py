@@ -16,7 +16,7 @@ from packhorse.corpus.tokenizer import (
     read_tokenizer,
     tokenizer_of_files,
 )
-from packhorse.errors import CheckpointError, TokenizerError
+from packhorse.errors import CheckpointError, SettingsError, TokenizerError
 from packhorse.training.checkpoint_io import load_checkpoint
 from packhorse.training.compatibility import check_contents
 from packhorse.training.families import allow_cache
@@ -41,6 +41,15 @@ class CheckpointSettings:
     """`auto` is bfloat16 on a GPU that has it, and float32 elsewhere. Memory and gates are float32 in any case."""
     runs: Path = Path("runs")
     """The folder of all runs, where `latest` is looked for."""
+
+    def __post_init__(self) -> None:
+        try:
+            torch.empty(0, device=self.torch_device)
+        except (RuntimeError, AssertionError, ImportError) as error:
+            raise SettingsError(
+                f"The device {self.device} cannot be used: {str(error).splitlines()[0]}\n"
+                "`--device auto` takes a GPU if there is one, and `--device cpu` none."
+            ) from None
 
     @property
     def torch_device(self) -> str:
@@ -71,6 +80,8 @@ class Restored:
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, after BOS if the model was trained with one before every text."""
         facts, ids = self.tokenizer.facts, self._codec.encode(text, add_special_tokens=False).ids
+        if not ids and not facts.adds_bos:
+            raise SettingsError(f"The prompt {text!r} has no tokens. Give a text.")
         return [facts.bos_id, *ids] if facts.adds_bos else ids
 
     def decode(self, ids: list[int]) -> str:
