@@ -408,6 +408,11 @@ def test_a_run_goes_on_by_name_with_what_the_command_line_says_now(config, tmp_p
     # The same again: there is nothing left to do, and that is said.
     assert main(["fit", *again, constant, optimizer, "--trainer.max_steps=5", "--ckpt_path=last"]) == 0
     assert "Nothing was trained: the run is in step 5 of 5" in capsys.readouterr().err
+    # So is a command that trains nothing; and how the last training ended is known.
+    assert main(["validate", *again, "--ckpt_path=last"]) == 0
+    assert main(["health", str(runs)]) == 0
+    assert "version_2: finished" in (said := capsys.readouterr().out)
+    assert "step        5 of 5" in said
 
 
 def test_auto_begins_a_run_where_there_is_none(config, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -91,6 +92,22 @@ def test_health_is_not_well_with_a_loss_that_is_no_number_or_a_damaged_checkpoin
 def test_health_of_nothing_is_refused_in_words(tmp_path, capsys):
     assert main(["health", str(tmp_path)]) == 2
     assert "There are no logs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("logger", ["tensorboard", "csv"])
+def test_health_is_of_the_last_training_whatever_other_commands_logged_since(tmp_path, capsys, logger):
+    run = write_run(tmp_path, logger, [3.0, 2.0])
+    later = (TensorBoardLogger if logger == "tensorboard" else CSVLogger)(tmp_path, name="run", version=4)
+    later.log_metrics({"val/loss": 2.0}, step=20)
+    later.experiment.flush() if logger == "tensorboard" else later.save()
+    age(run, 60)
+    assert look(tmp_path, capsys)[1]["run"] == str(run)
+    assert main(["health", str(tmp_path / "run/version_4")]) == 2
+    assert "There are no logs of a training in" in capsys.readouterr().err
+    # A run that Python made has no configuration, and perhaps no checkpoint yet.
+    (run / "config.yaml").unlink()
+    shutil.rmtree(run / "checkpoints")
+    assert look(tmp_path, capsys)[1]["run"] == str(run)
 
 
 def test_logs_that_are_cut_short_are_read_as_far_as_they_go(tmp_path):

@@ -45,14 +45,18 @@ def health(folder: Path, silent_seconds: float = SILENT_SECONDS) -> dict[str, An
         silent_seconds: How long a run may log nothing; ten times the distance of its last points if that is more.
 
     Raises:
-        SettingsError: there are no logs in `folder`.
+        SettingsError: there are no logs of a training in `folder`.
     """
     found = find_run(folder)
     if found is None:
-        raise SettingsError(f"There are no logs in {folder.absolute()}: no TensorBoard events and no metrics.csv.")
+        raise SettingsError(
+            f"There are no logs of a training in {folder.absolute()}: no TensorBoard events and no metrics.csv."
+        )
     logs = read_run(found)
     losses = logs.scalars.get("train/loss", [])
-    step = max((points[-1].step + 1 for name, points in logs.scalars.items() if name != "step"), default=0)
+    # What is logged in a step has the number of the steps before it; an end that of all.
+    steps = (points[-1].step + (name != "run/ended") for name, points in logs.scalars.items() if name != "step")
+    step = max(steps, default=0)
     rate, total = logs.last("steps_per_second"), logs.last("run/steps")
     state = _state(logs, silent_seconds)
     loss = losses[-1].value if losses else None

@@ -48,14 +48,14 @@ class RunLog(Callback):
             pl_module.log_dict(self._values(trainer, pl_module), on_step=True, on_epoch=False)
             self._flush(trainer)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """All steps are done."""
-        self._end(trainer, 1)
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """All steps are done, perhaps before this run began."""
+        self._end(trainer, {"run/ended": 1, "run/steps": trainer.datamodule.plan.steps})
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """The run ends before its time."""
         if trainer.training:
-            self._end(trainer, 0)
+            self._end(trainer, {"run/ended": 0})
 
     def tokens_per_second(self, trainer: Trainer) -> float:
         """Of all ranks, padding included."""
@@ -85,9 +85,9 @@ class RunLog(Callback):
             for logger in trainer.loggers:
                 getattr(logger.experiment, "flush", logger.save)()
 
-    def _end(self, trainer: Trainer, finished: int) -> None:
+    def _end(self, trainer: Trainer, values: dict[str, float]) -> None:
         for logger in trainer.loggers:
-            logger.log_metrics({"run/ended": finished}, step=trainer.global_step)
+            logger.log_metrics(values, step=trainer.global_step)
         self._flush(trainer, now=True)
 
 

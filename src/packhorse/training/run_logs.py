@@ -27,9 +27,10 @@ class RunLogs(NamedTuple):
 
 
 def find_run(folder: Path) -> Path | None:
-    """The folder with logs in or below `folder` that was written to last."""
+    """The folder with logs of a training in or below `folder` that was written to last."""
     files = [*folder.rglob("events.out.tfevents.*"), *folder.rglob("metrics.csv")]
-    return max(files, key=lambda path: path.stat().st_mtime).parent if files else None
+    files.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    return next((run for run in dict.fromkeys(path.parent for path in files) if _is_training(run)), None)
 
 
 def read_run(folder: Path) -> RunLogs:
@@ -42,6 +43,12 @@ def read_run(folder: Path) -> RunLogs:
         _read_table(table, scalars)
     files = [*events, *([table] if table.exists() else [])]
     return RunLogs(folder, scalars, max((path.stat().st_mtime for path in files), default=0.0))
+
+
+def _is_training(folder: Path) -> bool:
+    """Other commands log too; they save no configuration and no checkpoints, and learn nothing."""
+    saved = (folder / "config.yaml", folder / "checkpoints")
+    return any(path.exists() for path in saved) or "train/loss" in read_run(folder).scalars
 
 
 def _read_events(path: Path, scalars: dict[str, list[Point]]) -> None:
