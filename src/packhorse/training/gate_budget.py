@@ -36,14 +36,14 @@ class GateBudget:
         far = f"{self.budget:.1f}" if self.budget >= 0.1 else f"{self.budget:.1g}"
         return f"can move by {far} at most, to shares of the memory from {self.least:.2f} to {self.most:.2f}"
 
-    def warning(self) -> str:
+    def advice(self) -> str:
         """What to do about a budget that does not suffice."""
         stuck = [word for word, lacks in (("close", self.least > CLOSED), ("open", self.most < OPEN)) if lacks]
         what = "can neither close nor open" if len(stuck) == 2 else f"cannot {stuck[0]}"
         return (
-            f"The gates {self}: with so small a sum of learning rates they {what} (below {CLOSED}, above {OPEN}), and "
-            "the memory is never told from none. Raise `balance_factor_lr`, train for more steps, or start the gates "
-            "elsewhere (`balance_init_type: constant`)."
+            f"With so small a sum of learning rates they {what} (below {CLOSED}, above {OPEN}), and the memory is "
+            "never told from none. Raise `balance_factor_lr`, train for more steps, or start the gates elsewhere "
+            "(`balance_init_type: constant`)."
         )
 
 

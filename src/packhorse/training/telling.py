@@ -1,7 +1,6 @@
 """A run -> what is told of it before its first step and after its last one, line by line."""
 
 from lightning import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 
 from packhorse.models import gate_values
 from packhorse.training.gate_budget import gate_budget
@@ -35,13 +34,11 @@ def plan_lines(trainer: Trainer, module: LightningModule, plan, data, seconds: f
 
 
 def gate_lines(module: LightningModule) -> list[str]:
-    """How far the gates can travel, where there are any; warns when that is not far enough."""
+    """How far the gates can travel, where there are any; and when that is not far enough, what to do."""
     if not module.infini_attention.turn_on_memory:
         return []
     allowed = gate_budget(module.infini_attention, module.gate_schedule, module.balance_factor_lr)
-    if not allowed.suffices:
-        rank_zero_warn(allowed.warning())
-    return [f"  gates       {allowed}"]
+    return [f"  gates       {allowed}", *([] if allowed.suffices else [f"              {allowed.advice()}"])]
 
 
 def report_lines(
