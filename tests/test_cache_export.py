@@ -141,6 +141,19 @@ def test_what_was_exported_and_imported_is_the_same_documents(form, cache, build
     assert Cache(made).summary.documents == len(sides(cache)["train"])
 
 
+@pytest.mark.parametrize("form", ["megatron", "datatrove", "datasets"])
+def test_a_folder_that_was_exported_is_no_source_but_its_files_are_named(form, cache, tmp_path, gpt2_like, capsys):
+    folder = export(cache, tmp_path, form)
+    name = {"megatron": "train_text_document.idx", "datatrove": "train.ds", "datasets": "train"}[form]
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps({"data": {"tokenizer": str(gpt2_like), "cache_dir": str(tmp_path / "imported")}}))
+    capsys.readouterr()
+    assert main(["cache", "import", "--config", str(config), "--files", str(folder), "--format", form]) == 2
+    said = capsys.readouterr().err
+    assert str(folder / name) in said
+    assert ".." not in said
+
+
 def test_rows_are_imported_piece_by_piece_without_padding(cache, tmp_path, gpt2_like):
     folder = export(cache, tmp_path, "datasets")
     pieces = []

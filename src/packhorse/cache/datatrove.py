@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from packhorse.cache import store
-from packhorse.corpus.files import probe_file
+from packhorse.corpus.files import probe_file, unreadable
 from packhorse.errors import SourceError
 
 
@@ -60,7 +60,7 @@ class DatatroveDocuments:
         try:
             index, size = _beside(self.path, ".index").read_bytes(), self.path.stat().st_size
         except OSError as error:
-            raise SourceError(f"{error.filename} cannot be read: {error.strerror}.") from None
+            raise unreadable(error, self.path, "*.ds") from None
         self.ends = np.frombuffer(index[: len(index) // 8 * 8], "<u8").astype(np.int64)
         total = int(self.ends[-1]) if len(self.ends) else 0
         if len(index) % 8 or (np.diff(self.ends, prepend=0) < 0).any() or size != total * self.dtype.itemsize:

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from packhorse.cache import store
-from packhorse.corpus.files import probe_file
+from packhorse.corpus.files import probe_file, unreadable
 from packhorse.errors import SourceError
 
 MAGIC = b"MMIDIDX\0\0"
@@ -100,7 +100,7 @@ def _read_index(prefix: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndar
     try:
         data, size = path.read_bytes(), _file(prefix, ".bin").stat().st_size
     except OSError as error:
-        raise SourceError(f"{error.filename} cannot be read: {error.strerror}.") from None
+        raise unreadable(error, prefix, "*.idx") from None
     magic, version, code, count, num_documents = HEADER.unpack_from(data) if len(data) >= HEADER.size else (b"",) * 5
     if magic != MAGIC or version != 1 or code not in DTYPES:
         raise SourceError(f"{path} is not an index of Megatron-LM, or of ids that are no whole numbers.")

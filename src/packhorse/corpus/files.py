@@ -94,6 +94,20 @@ def probe_file(path: str | Path, size: int | None = None) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
+def unreadable(error: OSError, path: Path, pattern: str) -> SourceError:
+    """Why a source of several files that belong together cannot be read; of a folder, which of its files may be meant.
+
+    Args:
+        error: What the system said.
+        path: What the setting names.
+        pattern: What a file to name looks like.
+    """
+    inside = sorted(path.glob(pattern)) if path.is_dir() else []
+    if inside:
+        return SourceError(f"{path} is a folder. Name one of its files: {', '.join(map(str, inside))}.")
+    return SourceError(f"{error.filename} cannot be read: {error.strerror}.")
+
+
 def suffix_of(name: str) -> str:
     """What says how a file is read, as in `a.jsonl.gz`; empty when it is not known."""
     path = Path(name)

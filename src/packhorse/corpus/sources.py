@@ -209,6 +209,8 @@ def _from_class(spec: dict[str, Any], reading: Reading) -> Source:
     def make():
         try:
             return getattr(importlib.import_module(module), name)(**arguments)
+        except SourceError:
+            raise  # it says all
         except (ImportError, AttributeError, ValueError, TypeError) as error:
             raise SourceError(f"The source {spec['class_path']} cannot be made: {error}.") from None
 
