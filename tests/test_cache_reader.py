@@ -134,6 +134,17 @@ def test_the_sums_are_those_of_the_chunks(made):
     assert 0.5 < summary.utilisation <= 1
 
 
+def test_a_cache_shows_its_folder_and_its_sums(made):
+    sums = made.summary
+    for part in (
+        str(made.folder),
+        f"{sums.chunks} chunks",
+        f"{sums.train_sequences:,} train",
+        f"{sums.tokens:,} tokens",
+    ):
+        assert part in repr(made), part
+
+
 def test_a_snapshot_of_some_chunks_is_a_beginning(made):
     for n in range(made.snapshot.num_chunks + 1):
         part = Cache(made.folder, num_chunks=n)

@@ -140,6 +140,15 @@ class Cache:
             self.recipe.overlap,
         )
 
+    def __repr__(self) -> str:
+        """What a notebook shows, from the index alone."""
+        totals = self.snapshot.totals
+        return (
+            f"Cache({str(self.folder)!r}: {self.snapshot.num_chunks:,} chunks, {totals.train_sequences:,} train + "
+            f"{totals.eval_sequences:,} eval sequences of {self.sequence_length:,}, "
+            f"{totals.train_tokens + totals.eval_tokens:,} tokens)"
+        )
+
     def _index(self) -> Index:
         """The index on the disk; without one, what the records say, for this object alone."""
         index = Index(self.folder)
