@@ -151,7 +151,7 @@ def test_the_order_of_a_step_is_the_same_however_it_is_shared_out(micro_batch, w
     np.testing.assert_array_equal(steps(micro_batch, world_size, accumulation), expected)
 
 
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(room, corpus, tmp_path):
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(room, corpus, tmp_path, recwarn):
     whole, first, second = Seen(), Seen(), Seen()
     undisturbed = module(schedule=ScheduleSettings(warmup_steps=2))
     trainer(tmp_path, max_epochs=2, callbacks=[whole]).fit(undisturbed, datamodule=datamodule(room, corpus))
@@ -170,6 +170,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(room, corpus, tmp_
     run = trainer(tmp_path, max_epochs=2, callbacks=[second])
     (saved,) = (tmp_path / "ckpt").glob("*step=7.ckpt")
     run.fit(resumed, datamodule=datamodule(room, corpus), ckpt_path=str(saved))
+    assert not [warning for warning in recwarn if "not resumable" in str(warning.message)], "it is"
     assert rows_of(first.batches[:7] + second.batches) == rows_of(whole.batches)
     for a, b in zip(undisturbed.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b)

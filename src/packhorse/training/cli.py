@@ -202,7 +202,6 @@ def _quieten() -> None:
         ".*overridden `on_before_batch_transfer`.*",  # which is what we want
         ".*treespec, LeafSpec.*",
         ".*The dirpath has changed from.*",  # a run that goes on has a folder of its own
-        ".*your dataloader is not resumable.*",  # it is: our sampler begins where the run stopped
     ):
         warnings.filterwarnings("ignore", message=message)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda record: "Tip:" not in record.msg)

@@ -28,7 +28,7 @@ from packhorse.training.plan import RunPlan
 from packhorse.training.ranks import keep_failure, share_failure
 from packhorse.training.resume import Change, align_loops
 from packhorse.training.run import Run
-from packhorse.training.sampler import Rows, TrainSampler
+from packhorse.training.sampler import Rows, TrainLoader, TrainSampler
 from packhorse.training.state import RunState, check_snapshot
 from packhorse.training.validation import count_over_the_run
 
@@ -178,7 +178,7 @@ class TokenDataModule(LightningDataModule):
             length=max(1, end - first) * accumulation,  # Lightning warns of an empty one when a run is finished
             done=max(0, step - first) * accumulation,
         )
-        self._loader = DataLoader(self.rows("train"), sampler=sampler, batch_size=None)
+        self._loader = TrainLoader(self.rows("train"), sampler=sampler, batch_size=None)
         return self._loader
 
     def rows(self, split: str) -> Rows:

@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from packhorse.cache import Cache
 from packhorse.training.batches import derive
@@ -53,6 +54,17 @@ class Rows(Dataset):
     def _read(self, cache: int, numbers: np.ndarray) -> dict[str, np.ndarray]:
         rows = self.caches[cache].read(numbers, self.split)
         return derive(rows.tokens, rows.piece_lengths, rows.repeated)._asdict()
+
+
+class TrainLoader(DataLoader):
+    """A loader that Lightning knows to be resumable: where it goes on is the run's to know, see `RunState`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the sampler is made for the step in which a run goes on."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to load."""
 
 
 class TrainSampler(Sampler):
