@@ -389,6 +389,8 @@ BAD = {
     "no class path": (lambda folder: {"class_path": "Nothing"}, "cannot be made"),
     "wrong arguments": (lambda folder: {"class_path": f"{__name__}.Stories", "init_args": {"n": 1}}, "cannot be made"),
     "not an iterable": (lambda folder: {"class_path": "fractions.Fraction"}, "not an iterable"),
+    "lists of lists": (lambda folder: [[[1], [2, 3]]], r"gave list: a document is a text, a row, or a list of ids"),
+    "a row of lists of lists": (lambda folder: [{"text": [[1], [2, 3]]}], r"gave list: a document is a text"),
     "no such data set": (lambda folder: "no-such/data-set", "neither a local file or folder"),
     "no such argument": (lambda folder: {"path": "parquet", "splitt": "train"}, "no argument splitt"),
     "splits": (splits, "several splits"),

@@ -282,7 +282,10 @@ def _document(item: Any, reading: Reading, key: str) -> Document:
         )
     if item is None or isinstance(item, str):
         return item
-    ids = np.asarray(item)
+    try:
+        ids = np.asarray(item)
+    except ValueError:  # lists of unequal lists
+        ids = np.empty((0, 0))
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
         raise SourceError(f"{key} gave {type(item).__name__}: a document is a text, a row, or a list of ids.")
     return ids.astype(np.int64)
