@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from conftest import make_texts, write_jsonl
 from disk import Disk, use
 from packhorse.cache import open_cache, store, update_cache
+from packhorse.cli import main
 from packhorse.errors import PackhorseError, StorageFullError, StorageIOError
 from scenarios import SCENARIOS, Stage, same_cache, settings_for, visible_is_right
 
@@ -129,6 +131,17 @@ class SmallDisk:
         written = os.write(descriptor, data[: self.left])
         self.left -= written
         return written
+
+
+@pytest.mark.parametrize("inside", [".", "caches", "deeper/caches"])
+@pytest.mark.parametrize("verb", ["build", "status", "estimate", "list"])
+def test_a_file_in_the_place_of_the_folder_of_caches_is_refused_in_words(verb, inside, tmp_path, gpt2_like, capsys):
+    (tmp_path / "file").write_text("mine")
+    source = str(write_jsonl(tmp_path / "a.jsonl", ["some text"]))
+    arguments = ["--data.source", source, "--data.tokenizer", str(gpt2_like)]
+    assert main(["cache", verb, *arguments, "--data.cache_dir", str(tmp_path / "file" / inside)]) == 2
+    assert re.search(r"cache_dir.*cannot be a folder: .*/file is a file", capsys.readouterr().err)
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_a_full_disk_after_any_number_of_bytes_leaves_no_half_file(fast_folder, gpt2_like):

@@ -1,6 +1,8 @@
 """Laws of export, import and repack: the ids that come out are those that went in, and others can read them."""
 
+import errno
 import json
+import os
 import struct
 
 import numpy as np
@@ -15,11 +17,11 @@ from packhorse.cache.data_settings import DataSettings
 from packhorse.cache.datatrove import DatatroveDocuments
 from packhorse.cache.estimate import estimate_cache
 from packhorse.cache.megatron import MegatronDocuments
-from packhorse.cache.rows import RowDocuments
+from packhorse.cache.rows import RowDocuments, export_rows
 from packhorse.cache.update import folder_of
 from packhorse.cli import main
 from packhorse.corpus.sources import open_sources
-from packhorse.errors import SourceError
+from packhorse.errors import SourceError, StorageFullError
 from packhorse.training.batches import derive
 
 PACKINGS = [{"packing": "best_fit"}, {"packing": "concat"}, {"packing": "pad"}, {"packing": "window", "overlap": 5}]
@@ -112,6 +114,29 @@ def test_a_side_without_sequences_is_an_empty_data_set(build, tmp_path):
 
     cache = build(make_texts(20), eval_share=0.0)
     assert len(load_from_disk(str(export(cache, tmp_path, "datasets")))["eval"]) == 0
+
+
+@pytest.mark.parametrize("inside", ["data", "data/deeper"])
+@pytest.mark.parametrize("form", ["datasets", "megatron", "datatrove"])
+def test_an_export_into_a_file_is_refused_in_words(form, inside, cache, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    arguments = ["cache", "export", str(cache.folder), "--to", str(tmp_path / "file" / inside), "--format", form]
+    assert main(arguments) == 2
+    assert f"{tmp_path / 'file'} is a file" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_disk_that_is_full_ends_an_export_in_words_and_leaves_nothing(cache, tmp_path, monkeypatch):
+    import datasets
+
+    def refuse(*arguments, **more):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(datasets.DatasetDict, "save_to_disk", refuse)
+    before = {path.name for path in tmp_path.iterdir()}
+    with pytest.raises(StorageFullError, match=r"Could not write .*data: No space left"):
+        export_rows(cache, tmp_path / "data")
+    assert {path.name for path in tmp_path.iterdir()} == before
 
 
 def test_an_export_never_overwrites_a_data_set_and_leaves_nothing_half_done(cache, tmp_path, capsys):

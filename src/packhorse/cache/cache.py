@@ -28,7 +28,7 @@ from packhorse.cache.settings import CacheSettings
 from packhorse.cache.snapshot import Index, Snapshot
 from packhorse.cache.suspects import Suspects
 from packhorse.corpus.sources import are_sources
-from packhorse.errors import CacheCorruptionError, CacheIncompleteError, RecipeMismatch
+from packhorse.errors import CacheCorruptionError, CacheIncompleteError, RecipeMismatch, SettingsError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,8 +253,18 @@ class Cache:
 
 
 def cache_root(settings: CacheSettings) -> Path:
-    """The folder of all caches."""
+    """The folder of all caches, whether it exists or not.
+
+    Raises:
+        SettingsError: it can be none.
+    """
     path = Path(settings.cache_dir).expanduser()
+    for part in (path, *path.parents):
+        if part.exists() and not part.is_dir():
+            raise SettingsError(
+                f"The `cache_dir` {path} cannot be a folder: {part} is a file.\n"
+                "Name another folder, or move the file away."
+            )
     return path.parent if (path / "recipe.json").exists() else path
 
 

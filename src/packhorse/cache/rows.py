@@ -58,7 +58,10 @@ def export_rows(cache: Cache, target: Path) -> dict[str, int]:
     store.make_folder(target.parent)
     kinds = {"input_ids": "int32", "attention_mask": "int8", "labels": "int32"}
     features = Features({name: List(Value(kind), length=cache.sequence_length) for name, kind in kinds.items()})
-    with tempfile.TemporaryDirectory(prefix=store.TEMPORARY, dir=target.parent) as scratch:
+    with (
+        store.disk_errors(target),
+        tempfile.TemporaryDirectory(prefix=store.TEMPORARY, dir=target.parent) as scratch,
+    ):
         sides = {}
         for split in ("train", "eval"):
             arrow = Path(scratch) / f"{split}.arrow"

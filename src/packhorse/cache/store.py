@@ -113,6 +113,8 @@ def make_folder(path: Path) -> None:
     with disk_errors(path):
         with contextlib.suppress(FileExistsError):
             os.mkdir(path)
+        if not path.is_dir():
+            raise StorageIOError(f"{path} is a file, not a folder.\nName another folder, or move the file away.")
         sync_folder(path.parent)
     _durable.add(path)
 
