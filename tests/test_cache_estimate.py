@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from conftest import WORDS, make_texts
+from conftest import WORDS, make_texts, write_jsonl
 from packhorse.cache import CacheSettings, places, space
 from packhorse.cache.commands import run_cache_command
 from packhorse.cache.estimate import estimate_cache
@@ -121,6 +121,33 @@ def test_a_stream_is_estimated_by_what_it_says_of_its_size_or_by_max_documents(g
     assert by_count.tokens.estimate == pytest.approx(by_size.tokens.estimate, rel=0.1)
     with pytest.raises(SourceError, match="does not say how much text it has"):
         estimate_cache(settings_for(texts, gpt2_like, tmp_path))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz"])
+@pytest.mark.parametrize("rows", [[], [{"text": None}, {"text": " "}]], ids=["no rows", "rows without text"])
+def test_files_without_text_are_refused_as_a_build_refuses_them(name, rows, build, gpt2_like, tmp_path):
+    lines = "".join(json.dumps(row) + "\n" for row in rows) if "jsonl" in name else json.dumps(rows)
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(lines.encode()) if path.suffix == ".gz" else lines.encode())
+    with pytest.raises(SourceError, match="The sources have no text"):
+        estimate_cache(settings_for(str(path), gpt2_like, tmp_path))
+    with pytest.raises(SourceError, match="The sources have no text"):
+        build(str(path))
+    both = [str(path), str(write_jsonl(tmp_path / "b.jsonl", make_texts(3_000)))]
+    found = estimate_cache(settings_for(both, gpt2_like, tmp_path))
+    assert found.documents.estimate == pytest.approx(3_000, rel=0.1)
+
+
+@pytest.mark.parametrize("texts", [[], [" ", ""]], ids=["no rows", "rows without text"])
+def test_a_stream_without_text_is_refused(texts, gpt2_like, tmp_path):
+    with pytest.raises(SourceError, match="The sources have no text"):
+        estimate_cache(settings_for(Sized(texts), gpt2_like, tmp_path))
+
+
+def test_documents_that_begin_at_no_place_are_not_taken_for_none(gpt2_like, tmp_path):
+    (tmp_path / "a.txt").write_text("a book of books " * 100_000)
+    with pytest.raises(SourceError, match=r"None of the documents of .* begins at .* 30 places (.|\n)*--places"):
+        estimate_cache(settings_for(str(tmp_path / "a.txt"), gpt2_like, tmp_path, sample_by="document"), places=30)
 
 
 def test_a_build_that_would_not_fit_is_refused_before_its_first_chunk(build, skewed, gpt2_like, tmp_path, monkeypatch):

@@ -24,13 +24,13 @@ from packhorse.cache.recipe import Recipe, make_recipe
 from packhorse.cache.settings import CacheSettings
 from packhorse.cache.tokenizers import resolve_tokenizer, train_on
 from packhorse.cache.workers import usable_cores
-from packhorse.corpus.documents import Documents, Skipped
+from packhorse.corpus.documents import Documents, Skipped, read_ranges
 from packhorse.corpus.engines import Engine, Verified, make_engine
 from packhorse.corpus.packing import pack, places_taken
-from packhorse.corpus.sources import Deferred, Source, check_sources
+from packhorse.corpus.sources import Deferred, Source, check_sources, no_text
 from packhorse.corpus.tokenizer import TokenizerContent, locate_tokenizer, read_tokenizer
 from packhorse.corpus.tokens import Tokens, tokenize
-from packhorse.errors import TokenizerError
+from packhorse.errors import SourceError, TokenizerError
 
 RESAMPLES = 1_000
 RECORD_BYTES = 1_200
@@ -98,6 +98,8 @@ def estimate_cache(settings: CacheSettings, *, places: int = 200, seed: int = 0)
             left = settings.max_documents
             left = None if left is None else max(0, left - sum(before.num_rows for before in found))
             found.append(draw_places(source, max(30, places // len(opened)), draw, Path(scratch), left))
+        if not any(place.documents for source in found for place in source.places):
+            raise _nothing_found(sources, found)
         engine, _ = make_engine(settings.engine, content.json, recipe.split_special_tokens, str(settings.tokenizer))
         engine = engine.bare if isinstance(engine, Verified) else engine
         fixed_bytes = FOLDER_BYTES + sum(map(len, content.files.values()))
@@ -244,6 +246,18 @@ def _count_chunks(
     chunk_bytes = max(1, round(budget.chunk_tokens / tokens_per_byte(ranges, files, count)))
     chunks = float(sum(1 for _ in cut_ranges(ranges, files, chunk_bytes)))
     return Figure(estimate=chunks, low=chunks, high=chunks)
+
+
+def _nothing_found(sources: list[Source], found: list[Places]) -> SourceError:
+    """No document begins at any place: is there none at all?"""
+    ranges = [(source.files[number], start, stop) for source in found for number, start, stop in source.ranges]
+    if next(read_ranges(ranges, Skipped()), None) is None:
+        return no_text(sources)
+    return SourceError(
+        f"None of the documents of {', '.join(source.key for source in sources)} begins at one of the "
+        f"{sum(len(source.places) for source in found)} places that were looked at: nothing can be estimated.\n"
+        "They are very long, or very few have text that passes the filters. Look at more: --places."
+    )
 
 
 def _most_tokens(settings: CacheSettings) -> int | None:

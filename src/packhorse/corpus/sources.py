@@ -185,10 +185,15 @@ def check_sources(sources: list[Source], is_strict: bool = False) -> None:
         raise SourceError(f"The sources have no text: {', '.join(source.key for source in sources)} gave no document.")
     has_text = any(next(read_documents(file, 0, file_length(file), Skipped(), 2**16), None) for file in plain)
     if not has_text and len(plain) == len(files) and all(isinstance(source, Files) for source in sources):
-        raise SourceError(
-            f"The sources have no text: {', '.join(source.key for source in sources)} is empty, or all rows are null, "
-            "empty, not valid text or left out by `filters`."
-        )
+        raise no_text(sources)
+
+
+def no_text(sources: list[Source]) -> SourceError:
+    """What is to be raised when the rows of all sources were in vain."""
+    return SourceError(
+        f"The sources have no text: {', '.join(source.key for source in sources)} is empty, or all rows are null, "
+        "empty, not valid text or left out by `filters`."
+    )
 
 
 def _is_empty(source: Stream) -> bool:
