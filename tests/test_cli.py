@@ -18,7 +18,9 @@ from conftest import TINY_MODEL, tiny_data
 from packhorse.cache import store
 from packhorse.cache.commands import VERBS
 from packhorse.cli import main
+from packhorse.models import InfiniAttentionConfig
 from packhorse.training import LanguageModule
+from packhorse.training.telling import memory_lines
 
 ROOT = Path(__file__).parents[1]
 
@@ -345,6 +347,19 @@ def test_preview_refuses_a_cache_of_another_source_in_the_words_of_a_build(confi
     assert "the settings name only" in refused[0]
     assert main(["preview", "--config", str(config), *other]) == 2
     assert capsys.readouterr().err.splitlines()[-2:] == refused
+
+
+@pytest.mark.parametrize("command", ["preview", "fit"])
+def test_rows_that_are_one_segment_are_warned_of_before_they_are_trained_on(config, capsys, command):
+    segments = "--model.infini_attention.segment_length=32"
+    assert main([command, "--config", str(config), "--trainer.max_steps=1", segments]) == 0
+    assert "a row is one segment of 32 tokens: the memory is never read" in "".join(capsys.readouterr())
+
+
+def test_only_a_memory_that_is_on_and_never_read_is_warned_of():
+    told = {length: memory_lines(InfiniAttentionConfig(segment_length=length), 32) for length in (31, 32, 64)}
+    assert [bool(lines) for lines in told.values()] == [False, True, True]
+    assert memory_lines(InfiniAttentionConfig(segment_length=32, turn_on_memory=False), 32) == []
 
 
 def test_preview_refuses_a_column_that_is_not_there(config, tmp_path, capsys):

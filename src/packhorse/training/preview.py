@@ -17,6 +17,7 @@ from packhorse.corpus.files import columns_of
 from packhorse.corpus.sources import Deferred, Files, Source
 from packhorse.corpus.tokenizer import TokenizerContent, locate_tokenizer, read_tokenizer
 from packhorse.errors import CacheIncompleteError, SourceError, TokenizerError
+from packhorse.training.telling import memory_lines
 
 DOCUMENTS = 3
 SAMPLE_TEXTS = 200
@@ -103,6 +104,7 @@ def _model_lines(cli: Any, vocab_size: int) -> list[str]:
         f"  {config.num_hidden_layers} layers, hidden size {config.hidden_size}, {config.num_attention_heads} heads "
         f"({config.num_key_value_heads} for keys and values), vocabulary {config.vocab_size:,}",
         f"  segments of {attention.segment_length} tokens, memory {'on' if attention.turn_on_memory else 'off'}",
+        *memory_lines(attention, cli.datamodule.settings.sequence_length),
         f"  {parameters:,} parameters, {16 * parameters / 1e6:,.0f} MB with gradients and optimizer",
     ]
 

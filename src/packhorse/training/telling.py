@@ -2,7 +2,7 @@
 
 from lightning import LightningModule, Trainer
 
-from packhorse.models import gate_values
+from packhorse.models import InfiniAttentionConfig, gate_values
 from packhorse.training.gate_budget import gate_budget
 from packhorse.training.speed import duration
 
@@ -27,9 +27,21 @@ def plan_lines(trainer: Trainer, module: LightningModule, plan, data, seconds: f
         f"  steps       {plan.steps:,} of {plan.global_batch} sequences = {plan.tokens:,} tokens",
         f"  model       {parameters:,} parameters, segments of {attention.segment_length}, "
         f"memory {'on' if attention.turn_on_memory else 'off'}",
+        *memory_lines(attention, plan.sequence_length),
         *gate_lines(module),
         f"  memory      {memory}",
         f"  time        {expected}",
+    ]
+
+
+def memory_lines(attention: InfiniAttentionConfig, sequence_length: int) -> list[str]:
+    """A warning where the memory is on, but rows are too short to use it: documents end with their row."""
+    if not attention.turn_on_memory or attention.segment_length < sequence_length:
+        return []
+    return [
+        f"  warning     a row is one segment of {sequence_length:,} tokens: the memory is never read.",
+        f"              Set `model.infini_attention.segment_length` below {sequence_length:,} (a quarter is usual), or "
+        "raise `data.sequence_length`.",
     ]
 
 
