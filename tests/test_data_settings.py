@@ -1,6 +1,8 @@
 """Laws of the `data:` group: one cache, several by weight, and stages are the same thing."""
 
+import csv
 import json
+import re
 
 import numpy as np
 import pytest
@@ -10,8 +12,10 @@ from packhorse.cli import main
 from packhorse.errors import SettingsError
 from packhorse.training.memory_monitor import InfiniAttentionMonitor
 from packhorse.training.monitors import RunReport
+from packhorse.training.telling import weight_of
 from test_training import datamodule, module, trainer, write_corpus
 
+SHARES = (("web", 2), ("code", 1))
 WEB = {"name": "web", "source": "web.jsonl", "weight": 3}
 CODE = {"name": "code", "source": "code.jsonl", "weight": 1, "text_column": "content"}
 
@@ -141,7 +145,9 @@ def test_a_mixture_without_an_end_is_refused(sources, tmp_path):
         trainer(tmp_path, max_epochs=2).fit(module(), datamodule=data)
 
 
-def test_a_configuration_with_a_mixture_builds_tells_and_trains_all_its_caches(sources, tmp_path, capsys):
+@pytest.fixture
+def mixed(sources, tmp_path):
+    """The configuration of a run over two caches."""
     config = tmp_path / "config.yaml"
     values = {
         "data": {
@@ -158,11 +164,58 @@ def test_a_configuration_with_a_mixture_builds_tells_and_trains_all_its_caches(s
         "model": {
             "config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
         },
-        "trainer": {"accelerator": "cpu", "logger": False, "default_root_dir": str(tmp_path)},
+        "trainer": {
+            "accelerator": "cpu",
+            "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(tmp_path)}},
+            "log_every_n_steps": 1,
+        },
         "checkpoint": {"dirpath": str(tmp_path / "checkpoints")},
     }
     config.write_text(json.dumps(values))
-    assert main(["cache", "build", "--config", str(config), "--json"]) == 0
+    return config
+
+
+def test_a_configuration_with_a_mixture_builds_tells_and_trains_all_its_caches(mixed, capsys):
+    assert main(["cache", "build", "--config", str(mixed), "--json"]) == 0
     assert list(json.loads(capsys.readouterr().out)) == ["web", "code"]
-    assert main(["fit", "--config", str(config)]) == 0
-    assert "5 steps" in capsys.readouterr().err
+    assert main(["fit", "--config", str(mixed)]) == 0
+    said = capsys.readouterr().err
+    assert "5 steps" in said
+    plan, report = said.partition("Report")[::2]
+    folders = [f"cache/{name}-[0-9a-f]+, found, weight {weight}, [0-9.]+ epochs" for name, weight in SHARES]
+    assert all(re.search(f"  cache  .*{folder}", plan) for folder in folders), plan
+    tokens = [
+        re.search(f"  data  .*{name}: (.*) tokens in .*, weight {weight}\n", report)[1] for name, weight in SHARES
+    ]
+    (metrics,) = mixed.parent.rglob("metrics.csv")
+    (row, *_) = csv.DictReader(metrics.open())
+    assert float(row["cache/tokens"]) == sum(int(count.replace(",", "")) for count in tokens)
+
+
+def test_preview_shows_each_cache_of_a_mixture(mixed, capsys):
+    def told() -> str:
+        assert main(["preview", "--config", str(mixed)]) == 0
+        return capsys.readouterr().out
+
+    before = told()
+    for name, weight in SHARES:
+        assert f"{name}.jsonl: 1 files" in before
+        assert f"Source {name}, weight {weight}\n" in before
+        assert re.search(f"  {name}, weight {weight}: about .* sequences of 32 tokens \\(an estimate;", before)
+    assert "5 steps of 4 sequences" in before
+    assert before.count("there is no cache yet") == 2
+    assert main(["cache", "build", "--config", str(mixed)]) == 0
+    assert told().count("is there)") == 2
+
+
+def test_the_weights_of_a_cache_are_told_stage_by_stage():
+    later = [{"name": "web", "weight": 3}, {"name": "books", "source": "books.parquet", "weight": 2}]
+    stages = [{"name": "end", "start_training_step": 90_001, "mixture": later}]
+    data = DataSettings(mixture=[WEB, CODE], data_stages=stages)
+    assert {name: weight_of(name, data) for name in data.caches} == {
+        "web": ", weight 3",
+        "code": ", weight 1, from step 90,001 on 0",
+        "books": ", weight 0, from step 90,001 on 2",
+    }
+    alone = DataSettings(source="hills.jsonl")
+    assert weight_of("hills", alone) == ""

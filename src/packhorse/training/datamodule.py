@@ -52,8 +52,8 @@ class TokenDataModule(LightningDataModule):
         """The current run, when there is one."""
         self.opening_seconds = 0.0
         """Time from the beginning of `prepare_data` to the open cache."""
-        self.was_built = False
-        """Whether `prepare_data` had to build something."""
+        self.built: set[str] = set()
+        """The caches of which `prepare_data` had to build something."""
         self._started: float | None = None
         self._known: RunState | None = None
         self._must_align = False
@@ -78,8 +78,8 @@ class TokenDataModule(LightningDataModule):
         if first is not None and self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
             self._let_go(remove=False)
             self._builder = BackgroundBuilder(settings)
-        self.was_built = any(integrity.built for integrity in integrities)
-        if self.was_built:
+        self.built = {name for name, each in zip(self.settings.caches, integrities, strict=True) if each.built}
+        if self.built:
             say("\n".join(line for cache in caches for line in cache.summary.lines()))
 
     @share_failure
@@ -325,13 +325,13 @@ class TokenDataModule(LightningDataModule):
 
     def _check_utilisation(self) -> None:
         """Padding that nobody notices costs as much as real tokens."""
-        utilisation = self._opened.utilisation
-        if utilisation < MIN_UTILISATION:
-            rank_zero_warn(
-                f"Only {utilisation:.1%} of the sequences' tokens are text, the rest is padding: there is too little "
-                "text for chunks of this size, or documents are much shorter than `sequence_length`. "
-                "`packing: concat`, shorter sequences or more text help."
-            )
+        for name, cache in self.caches.items():
+            if cache.utilisation < MIN_UTILISATION:
+                rank_zero_warn(
+                    f"Only {cache.utilisation:.1%} of the tokens in the sequences of {name} are text, the rest is "
+                    "padding: there is too little text for chunks of this size, or documents are much shorter than "
+                    "`sequence_length`. `packing: concat`, shorter sequences or more text help."
+                )
 
     def _eval_loader(self, sequences: dict[str, int]) -> DataLoader | list:
         """The first evaluation sequences of each cache, shared out to the ranks."""

@@ -43,11 +43,10 @@ class RunReport(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the plan."""
-        data, plan = trainer.datamodule, trainer.datamodule.plan
-        self.entropy = data.unigram_entropy()
+        self.entropy = trainer.datamodule.unigram_entropy()
         self._first_step = self._step = trainer.global_step
         seconds, activations = _rehearse(trainer, pl_module)
-        say_once("\n".join(["", "Plan", *plan_lines(trainer, pl_module, plan, data, seconds, activations), ""]))
+        say_once("\n".join(["", "Plan", *plan_lines(trainer, pl_module, seconds, activations), ""]))
         self._start = self._last_line = time.monotonic()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs, batch, batch_idx: int) -> None:

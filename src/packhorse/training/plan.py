@@ -66,6 +66,12 @@ class RunPlan:
         """Passes over the data as they are now."""
         return self.state.trained(self.steps) / self.sequences
 
+    def epochs_of(self, name: str) -> float:
+        """Passes over one of the caches."""
+        number = self.state.number(name)
+        taken = self.state.order.taken(self.state.position(self.steps))[number]
+        return taken / self.state.caches[number].history[-1][1]
+
     def epoch_at(self, step: int) -> tuple[int, int, int]:
         """Lightning's epoch in which the next step lies after so many, and the steps that it goes from and to.
 

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning import Trainer
 from transformers import AutoModelForCausalLM
 
-from packhorse.cache import CacheSettings, open_cache
+from packhorse.cache import CacheSettings, DataSettings, open_cache
 from packhorse.cache.estimate import estimate_cache
 from packhorse.cache.plan import Plan
 from packhorse.cache.planned import refuse_other_sources
@@ -17,10 +18,9 @@ from packhorse.corpus.files import columns_of
 from packhorse.corpus.sources import Deferred, Files, Source
 from packhorse.corpus.tokenizer import TokenizerContent, locate_tokenizer, read_tokenizer
 from packhorse.errors import CacheIncompleteError, SourceError, TokenizerError
-from packhorse.training.telling import memory_lines
+from packhorse.training.telling import memory_lines, weight_of
 
 DOCUMENTS = 3
-SAMPLE_TEXTS = 200
 PLACES = 60
 """Of the sources, to estimate their size."""
 
@@ -32,17 +32,19 @@ def preview(cli: Any) -> int:
         cli: A parsed command line: its DataModule, module and Trainer were made, but nothing was run.
     """
     settings = cli.datamodule.settings
-    sources = settings.open_sources()
-    content = _tokenizer(settings, sources)
+    sources = {name: each.open_sources() for name, each in settings.caches.items()}
+    content = _tokenizer(settings.cache, sources[next(iter(sources))])
     engine = Reference(content.json, settings.split_special_tokens) if content.json else None
-    texts = [text for _, text in zip(range(SAMPLE_TEXTS), sample_texts(sources), strict=False)]
-    print("\n".join(_source_lines(sources, texts, engine)))
+    for name, each in sources.items():
+        texts = [text for _, text in zip(range(DOCUMENTS), sample_texts(each), strict=False)]
+        title = f" {name}{weight_of(name, settings)}" if len(sources) > 1 else ""
+        print("\n".join([f"Source{title}", *_source_lines(each, texts, engine), ""]))
     facts = content.facts
     made = (
         "" if Path(settings.tokenizer).expanduser().exists() or settings.train_tokenizer is None else " (to be trained)"
     )
     print(
-        f"\nTokenizer\n  {settings.tokenizer}{made}: {facts.vocab_size:,} entries, "
+        f"Tokenizer\n  {settings.tokenizer}{made}: {facts.vocab_size:,} entries, "
         f"BOS {facts.bos_id}, EOS {facts.eos_id}, PAD {facts.pad_id}; a document is "
         + " + ".join(
             part
@@ -75,7 +77,7 @@ def _tokenizer(settings: CacheSettings, sources: list[Source]) -> TokenizerConte
 
 
 def _source_lines(sources: list[Source], texts: list[str], engine: Reference | None) -> list[str]:
-    lines = ["Source"]
+    lines = []
     for source in sources:
         source = source.open() if isinstance(source, Deferred) else source
         if isinstance(source, Files):
@@ -86,7 +88,7 @@ def _source_lines(sources: list[Source], texts: list[str], engine: Reference | N
             size = "" if source.text_bytes is None else f", {source.text_bytes / 1e6:,.1f} MB"
             lines.append(f"  {source.key}: a stream of documents{size}")
     lines.append(f"\nThe first {DOCUMENTS} documents")
-    for text in texts[:DOCUMENTS]:
+    for text in texts:
         lines.append(f"  {len(text):,} characters: {text[:100]!r}")
         if engine is not None:
             ids, _ = engine.encode([text])
@@ -109,27 +111,31 @@ def _model_lines(cli: Any, vocab_size: int) -> list[str]:
     ]
 
 
-def _run_lines(cli: Any, settings: Any) -> list[str]:
-    trainer = cli.trainer
-    found = [_sequences(each) for each in settings.caches.values()]
-    lines = ["\nRun"]
-    sequences, how = sum(count or 0 for count, _ in found), ", ".join(how for _, how in found)
-    if any(count is None for count, _ in found):
-        return [*lines, "  the length of a stream is known when it was read"]
+def _run_lines(cli: Any, settings: DataSettings) -> list[str]:
+    lines, known = ["\nRun"], []
+    for name, each in settings.caches.items():
+        count, how = _sequences(each)
+        told = "the length of a stream is known when it was read"
+        if count is not None:
+            known.append(count)
+            told = f"about {count:,} train sequences of {settings.sequence_length} tokens ({how})"
+        lines.append(f"  {name}{weight_of(name, settings)}: {told}" if len(settings.caches) > 1 else f"  {told}")
+    return [*lines, *_step_lines(cli.trainer, settings, known)]
+
+
+def _step_lines(trainer: Trainer, settings: DataSettings, known: list[int]) -> list[str]:
+    """Steps of the run; `known` are the train sequences of the caches that are no streams."""
     batch = trainer.world_size * settings.micro_batch_size * trainer.accumulate_grad_batches
     limits = []
     if settings.max_train_tokens is not None:
         limits.append(settings.max_train_tokens // settings.sequence_length // batch)
-    if trainer.max_epochs is not None and trainer.max_epochs > 0 and len(settings.caches) == 1:
-        limits.append(sequences * trainer.max_epochs // batch)
+    if trainer.max_epochs is not None and trainer.max_epochs > 0 and len(settings.caches) == len(known) == 1:
+        limits.append(known[0] * trainer.max_epochs // batch)
     if trainer.max_steps > 0:
         limits.append(trainer.max_steps)
-    steps = f"{min(limits):,}" if limits else "no end of"
-    return [
-        *lines,
-        f"  about {sequences:,} train sequences of {settings.sequence_length} tokens ({how})",
-        f"  {steps} steps of {batch} sequences",
-    ]
+    if not limits and len(settings.caches) > 1:
+        return ["  a mixture has no length of its own: set `trainer.max_steps` or `data.max_train_tokens`"]
+    return [f"  {min(limits):,} steps of {batch} sequences"] if limits else []
 
 
 def _sequences(settings: CacheSettings) -> tuple[int | None, str]:

@@ -3,7 +3,7 @@
 tokens_per_second  steps_per_second  mfu          over the last steps; MFU where the device's peak is known
 train/perplexity  lr/<group>                      of the step
 run/epoch  run/steps                              epochs of the data so far; optimizer steps in all
-cache/sequences  cache/tokens  cache/padding      of the snapshot that is trained on
+cache/sequences  cache/tokens  cache/padding      of what is trained on, all caches together
 run/ended                                         1: all steps are done; 0: stopped, or failed
 """
 
@@ -63,7 +63,9 @@ class RunLog(Callback):
         return self.speed.steps_per_second * plan.global_batch * plan.sequence_length
 
     def _values(self, trainer: Trainer, module: LightningModule) -> dict[str, float]:
-        plan, cache = trainer.datamodule.plan, trainer.datamodule.cache
+        plan, totals = trainer.datamodule.plan, [c.snapshot.totals for c in trainer.datamodule.caches.values()]
+        tokens = sum(each.train_tokens + each.eval_tokens for each in totals)
+        places = sum(each.train_sequences + each.eval_sequences for each in totals) * plan.sequence_length
         rate = self.tokens_per_second(trainer)
         values = {
             "tokens_per_second": rate,
@@ -72,8 +74,8 @@ class RunLog(Callback):
             "run/steps": float(plan.steps),
             "run/epoch": plan.state.trained(trainer.global_step) / plan.sequences,
             "cache/sequences": float(plan.sequences),
-            "cache/tokens": float(cache.summary.tokens),
-            "cache/padding": 1 - cache.utilisation,
+            "cache/tokens": float(tokens),
+            "cache/padding": 1 - tokens / places,
             **{f"lr/{group['name']}": group["lr"] for group in trainer.optimizers[0].param_groups},
         }
         mfu = model_flops(trainer, module, rate)

@@ -2,13 +2,23 @@
 
 from lightning import LightningModule, Trainer
 
+from packhorse.cache import DataSettings
 from packhorse.models import InfiniAttentionConfig, gate_values
+from packhorse.training.datamodule import TokenDataModule
 from packhorse.training.gate_budget import gate_budget
 from packhorse.training.speed import duration
 
 
-def plan_lines(trainer: Trainer, module: LightningModule, plan, data, seconds: float | None, activations: int | None):
-    """The plan of a run, line by line."""
+def plan_lines(trainer: Trainer, module: LightningModule, seconds: float | None, activations: int | None) -> list[str]:
+    """The plan of a run, line by line.
+
+    Args:
+        trainer: Before its first step.
+        module: What it trains.
+        seconds: That one micro-batch took, if one was tried.
+        activations: Bytes that it kept.
+    """
+    data, plan = trainer.datamodule, trainer.datamodule.plan
     parameters = sum(p.numel() for p in module.model.parameters())
     # fp32 weights, gradients, and the two moments of Adam.
     state = 16 * parameters
@@ -21,9 +31,9 @@ def plan_lines(trainer: Trainer, module: LightningModule, plan, data, seconds: f
         expected = f"about {duration(seconds * left * trainer.accumulate_grad_batches)}, without validation"
     attention = module.infini_attention
     return [
-        f"  cache       {data.cache.folder}, {'just built' if data.was_built else 'found'}; "
-        f"opened in {data.opening_seconds:.3f} s, first batch {data.first_batch_seconds():.3f} s later",
-        f"  sequences   {plan.sequences:,} of {plan.sequence_length} tokens, {plan.epochs:.2f} epochs",
+        *cache_lines(data),
+        f"  sequences   {plan.sequences:,} of {plan.sequence_length} tokens"
+        + (f", {plan.epochs:.2f} epochs" if len(data.caches) == 1 else ""),
         f"  steps       {plan.steps:,} of {plan.global_batch} sequences = {plan.tokens:,} tokens",
         f"  model       {parameters:,} parameters, segments of {attention.segment_length}, "
         f"memory {'on' if attention.turn_on_memory else 'off'}",
@@ -32,6 +42,30 @@ def plan_lines(trainer: Trainer, module: LightningModule, plan, data, seconds: f
         f"  memory      {memory}",
         f"  time        {expected}",
     ]
+
+
+def cache_lines(data: TokenDataModule) -> list[str]:
+    """Where each cache of a run lies, and how it is used."""
+    lines = []
+    for name, cache in data.caches.items():
+        built = "just built" if name in data.built else "found"
+        epochs = f", {data.plan.epochs_of(name):.2f} epochs" if len(data.caches) > 1 else ""
+        lines.append(f"  cache       {cache.folder}, {built}{weight_of(name, data.settings)}{epochs}")
+    lines[-1] += f"; opened in {data.opening_seconds:.3f} s, first batch {data.first_batch_seconds():.3f} s later"
+    return lines
+
+
+def weight_of(name: str, settings: DataSettings) -> str:
+    """The weights of a cache, ', weight 4, from step 90,001 on 2'; nothing for the only cache of a run."""
+    told, before = "", None
+    for stage in settings.stages if len(settings.caches) > 1 else []:
+        weight = stage.weights.get(name, 0.0)
+        if before is None:
+            told = f", weight {weight:g}"
+        elif weight != before:
+            told += f", from step {stage.start_training_step:,} on {weight:g}"
+        before = weight
+    return told
 
 
 def memory_lines(attention: InfiniAttentionConfig, sequence_length: int) -> list[str]:
@@ -74,12 +108,10 @@ def report_lines(
         last_loss: At the end.
         entropy: Unigram entropy of the data.
     """
-    plan, summary = trainer.datamodule.plan, trainer.datamodule.cache.summary
+    plan = trainer.datamodule.plan
     val, gates = trainer.callback_metrics.get("val/loss"), gate_values(module.model)
     return [
-        f"  data        {summary.tokens:,} tokens in {summary.train_sequences + summary.eval_sequences:,} "
-        f"sequences of {plan.sequence_length}, utilisation {summary.utilisation:.2%}, "
-        f"{summary.bytes_per_token:.2f} bytes per token on disk",
+        *data_lines(trainer.datamodule),
         f"  training    {steps:,} steps, {steps * plan.global_batch * plan.sequence_length:,} tokens, "
         f"{rate:,.0f} tokens/s",
         f"  loss        {first_loss:.3f} at the beginning, {last_loss:.3f} at the end"
@@ -88,3 +120,17 @@ def report_lines(
         f"  memory      gates from {float(gates.min()):.2f} to {float(gates.max()):.2f} "
         "(share of the compressive memory in a head's output)",
     ]
+
+
+def data_lines(data: TokenDataModule) -> list[str]:
+    """What each cache of a run holds."""
+    lines = []
+    for name, cache in data.caches.items():
+        summary = cache.summary
+        lines.append(
+            f"  data        {f'{name}: ' if len(data.caches) > 1 else ''}{summary.tokens:,} tokens in "
+            f"{summary.train_sequences + summary.eval_sequences:,} sequences of {cache.sequence_length}, "
+            f"utilisation {summary.utilisation:.2%}, {summary.bytes_per_token:.2f} bytes per token on disk"
+            f"{weight_of(name, data.settings)}"
+        )
+    return lines
