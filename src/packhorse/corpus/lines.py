@@ -7,10 +7,12 @@ inside a JSON string.
 """
 
 import gzip
+import io
 import json
 import re
 import zlib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,13 +102,10 @@ def pieces(file: "TextFile", start: int, stop: int, max_bytes: int | None = None
                 edge = seen[-2:]  # the end of a paragraph may lie in three blocks
                 refuse_longer(sum(map(len, waiting)), max_bytes, file)
                 continue
-            data = b"".join(waiting)
-            first = 0
-            for match in end.finditer(data):
-                refuse_longer(match.start() - first, max_bytes, file)
-                yield data[first : match.end()]
-                first = match.end()
-            tail = data[first:]
+            *whole, tail = _cut(b"".join(waiting), file.kind)
+            for piece in whole:
+                refuse_longer(len(piece), max_bytes, file)
+                yield piece
             waiting, edge = [tail] if tail else [], tail[-2:]
         if waiting:
             yield b"".join(waiting)
@@ -161,6 +160,15 @@ def decompress(path: str) -> Iterator[bytes]:
 def starts_with_bracket(data: bytes) -> bool:
     """Whether JSON that begins so is one array, not a row a line."""
     return data.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
+
+
+def _cut(data: bytes, kind: str) -> list[bytes]:
+    """Documents with the borders behind them; the last has none, and may be empty."""
+    if kind == "paragraph":
+        ends = (match.end() for match in _PARAGRAPH_END.finditer(data))
+        return [data[start:stop] for start, stop in pairwise([0, *ends, len(data)])]
+    lines = io.BytesIO(data).readlines()
+    return lines if not data.endswith(b"\n") else [*lines, b""]
 
 
 def _parse_text(piece: bytes, file: "TextFile", place: int) -> str:
