@@ -11,6 +11,7 @@ from packhorse.errors import CheckpointError, SettingsError, SnapshotMismatch
 from packhorse.training.mixture import BLOCK, RunOrder, shares_of
 from packhorse.training.order import TrainingOrder
 from packhorse.training.plan import RunPlan
+from packhorse.training.resume import continue_run
 from packhorse.training.state import RunState, Snapshots, StageStart, begin_run
 
 
@@ -161,6 +162,41 @@ def test_skipped_steps_are_kept_in_the_state_and_counted_once():
     np.testing.assert_array_equal(later.order.sequence_numbers(0, 200), skipping.order.sequence_numbers(0, 200))
     assert reloaded(skipping, 20).with_skips([], 20) == skipping, "what was left out is a fact"
     assert reloaded(skipping, 5).with_skips([], 5).skips == (), "what is to come is a setting"
+    assert reloaded(skipping, 10).with_skips([], 10).skips == (), "also if it comes next"
+    assert reloaded(skipping, 5).with_skips(None, 5) == skipping, "which need not be repeated"
+
+
+@given(stop=st.integers(5, 40), again=st.integers(0, 20), global_batch=st.sampled_from([3, 8, 12]))
+def test_what_a_range_leaves_out_is_decided_once(stop, again, global_batch):
+    ranges = [(11, 15), (21, 22), (31, 40)]
+    skipping = begin(400).with_skips(ranges, 5)
+    expected = skipping.order.sequence_numbers(0, 400)
+    for step in (stop, stop + again):
+        state = continue_run(reloaded(skipping, step), step, {}, ALONE, global_batch=global_batch, skips=ranges)
+        np.testing.assert_array_equal(state.order.sequence_numbers(0, 400), expected)
+        assert state.skips == skipping.skips
+
+
+def test_steps_to_leave_out_are_those_of_the_log_before_the_global_batch_changes():
+    everything = begin(400).order.sequence_numbers(0, 400)
+    state = continue_run(begin(400), 20, {}, ALONE, global_batch=4, skips=[(26, 30)])
+    expected = np.delete(everything, range(200, 240), axis=0)
+    np.testing.assert_array_equal(state.order.sequence_numbers(0, 360), expected)
+
+
+def test_ranges_that_overlap_leave_out_what_lies_in_any_of_them():
+    everything = begin(400).order.sequence_numbers(0, 400)
+
+    def left_out(state):
+        return np.setdiff1d(everything[:, 1], state.order.sequence_numbers(0, 400 - 8 * 6)[:, 1])
+
+    ranges = [(11, 14), (12, 13), (13, 16)]
+    once = begin(400).with_skips(ranges, 5)
+    np.testing.assert_array_equal(left_out(once), np.sort(everything[80:128, 1]))
+    assert reloaded(once, 30).with_skips(ranges, 30) == once, "also the one that lies in another is remembered"
+    # A range around one that is recorded: steps 11 and 12, and their data, are out; 10 and 13 to 15 of the log follow.
+    around = begin(400).with_skips([(11, 12)], 5).with_skips([(11, 12), (10, 13)], 6)
+    np.testing.assert_array_equal(left_out(around), np.sort(everything[72:120, 1]))
 
 
 def test_steps_that_are_done_cannot_be_skipped():

@@ -71,7 +71,7 @@ class DataSettings(CacheSettings):
     epoch mixes what was not seen with what is new), or stay with what the checkpoint was trained on."""
     skip_steps: list[list[int]] | None = None
     """Leave out what these steps would have trained on, a list of [first, last], after a spike of the loss: go on from
-    a checkpoint before them."""
+    a checkpoint before them. Checkpoints remember it; a list replaces what they remember and is still to come."""
     eval_sequences: int = 2_048
     """At most so many evaluation sequences are used for validation: the first of the cache, unchanged by growth."""
     seed: int = 0

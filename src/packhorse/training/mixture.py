@@ -53,13 +53,16 @@ class RunOrder:
 
     def sequence_numbers(self, start: int, count: int) -> np.ndarray:
         """The next `count` (cache, sequence number), int64 [count, 2], after the first `start` of the run."""
-        parts = [np.empty((0, 2), np.int64)]
+        parts = [self._take(position, length) for position, length in self.pieces(start, count)]
+        return np.concatenate([np.empty((0, 2), np.int64), *parts])
+
+    def pieces(self, start: int, count: int) -> Iterator[tuple[int, int]]:
+        """Where those lie: (position, how many from there on), each in one stage and without anything left out."""
         while count > 0:
             position = self.position(start)
             length = min(count, *(end - position for end in self._borders if end > position), count)
-            parts.append(self._take(position, length))
+            yield position, length
             start, count = start + length, count - length
-        return np.concatenate(parts)
 
     def position(self, trained: int) -> int:
         """Where in the order the next sequence lies."""

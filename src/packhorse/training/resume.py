@@ -67,7 +67,7 @@ def continue_run(
     starts: Sequence[StageStart],
     *,
     global_batch: int,
-    skips: Sequence[tuple[int, int]],
+    skips: Sequence[tuple[int, int]] | None,
 ) -> RunState:
     """The state in which a run goes on.
 
@@ -77,7 +77,7 @@ def continue_run(
         caches: As they are used from now on.
         starts: The stages that the settings ask for.
         global_batch: From now on.
-        skips: Steps whose data are left out.
+        skips: Steps whose data are left out; None for those that the checkpoint remembers.
 
     Raises:
         SnapshotMismatch: A cache is not the one of the checkpoint, or shrank.
@@ -85,10 +85,11 @@ def continue_run(
     """
     if len(caches) == len(state.caches) == 1:  # another name for the same thing
         state = replace(state, caches=(replace(state.caches[0], name=next(iter(caches))),))
-    state = state.with_batch(step, global_batch)
+    # Steps to leave out are of the log so far, so they are counted before anything changes.
+    state = state.with_skips(skips, step).with_batch(step, global_batch)
     for name, cache in caches.items():
         state = state.with_snapshot(snapshots_of(name, cache), step)
-    return state.with_skips(skips, step).with_stages(starts, step)
+    return state.with_stages(starts, step)
 
 
 def align_loops(trainer: Trainer, plan: RunPlan) -> None:

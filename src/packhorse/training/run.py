@@ -89,7 +89,7 @@ class Run:
     def _share(self) -> dict[str, Any]:
         """What the size of a step and the settings say of the data."""
         batch = self._trainer.world_size * self._settings.micro_batch_size * self._trainer.accumulate_grad_batches
-        return {"global_batch": batch, "skips": [(first, last) for first, last in self._settings.skip_steps or []]}
+        return {"global_batch": batch, "skips": self._settings.skip_steps}
 
     @property
     def _sequences(self) -> int:

@@ -66,7 +66,8 @@ class RunState:
     stages: tuple[tuple[int, tuple[int, ...]], ...]
     """(position, shares of the caches), see `RunOrder`."""
     skips: tuple[tuple[int, int, int, int], ...] = ()
-    """(first step, last step as the user wrote them, position, how many sequences were left out)."""
+    """(first step, last step as the user wrote them, position, how many sequences are left out there); a range has more
+    than one of these where it goes around others, and one of 0 sequences where they cover it."""
 
     @cached_property
     def order(self) -> RunOrder:
@@ -74,7 +75,7 @@ class RunState:
         return RunOrder(
             orders=tuple(TrainingOrder(self.seed, cache.history) for cache in self.caches),
             stages=self.stages,
-            skips=tuple((position, count) for _, _, position, count in self.skips),
+            skips=tuple((position, count) for _, _, position, count in self.skips if count),
         )
 
     @property
@@ -125,29 +126,30 @@ class RunState:
         )
         return replace(self, caches=(*self.caches[:number], grown, *self.caches[number + 1 :]))
 
-    def with_skips(self, ranges: Sequence[tuple[int, int]], step: int) -> "RunState":
+    def with_skips(self, ranges: Sequence[tuple[int, int]] | None, step: int) -> "RunState":
         """The same run without the sequences that the given steps would have trained on.
 
+        A range is counted once, when it is new, as if no other new one were left out: that is what the user saw in the
+        log. From then on it keeps its place in the order, whatever is left out before and however large steps become.
+
         Args:
-            ranges: (first step, last step), both left out, as the log of the run counts them: from 1 on.
+            ranges: (first step, last step), both left out, as the log of the run counts them: from 1 on. Recorded ones
+                that are to come and not among them are trained on after all; None leaves all as recorded.
             step: Completed steps, now.
 
         Raises:
             SettingsError: Some of those steps are done.
         """
-        here = self.order.position(self.trained(step))
-        kept = [skip for skip in self.skips if skip[2] + skip[3] <= here]
-        state = replace(self, skips=tuple(kept))
-        known = {(first, last) for first, last, _, _ in kept}
-        for first, last in sorted({(int(first), int(last)) for first, last in ranges} - known):
-            if first <= step:
-                raise SettingsError(
-                    f"skip_steps: steps {first:,} to {last:,} cannot be left out, the run is in step {step:,}.\n"
-                    "Go on from a checkpoint before them, or take this range out of `skip_steps`."
-                )
-            # Counted as if nothing of this list were left out: that is what the user saw in the log.
-            begin, end = state.position(first - 1), state.position(last)
-            kept.append((first, last, begin, end - begin))
+        trained = self.trained(step)
+        recorded = {skip[:2] for skip in self.skips}
+        asked = recorded if ranges is None else {(int(first), int(last)) for first, last in ranges}
+        kept = [skip for skip in self.skips if skip[:2] in asked or self.order.trained_at(skip[2]) < trained]
+        state, end = replace(self, skips=tuple(kept)), 0
+        for first, last in sorted(asked - recorded):
+            _check_to_come(first, last, step)
+            begin, end = max(end, state.trained(first - 1)), max(end, state.trained(last))
+            pieces = list(state.order.pieces(begin, end - begin)) or [(state.order.position(begin), 0)]
+            kept += [(first, last, position, count) for position, count in pieces]
         return replace(self, skips=tuple(sorted(kept, key=lambda skip: skip[2])))
 
     def with_stages(self, starts: Sequence[StageStart], step: int) -> "RunState":
@@ -217,7 +219,7 @@ def begin_run(
     *,
     seed: int,
     global_batch: int,
-    skips: Sequence[tuple[int, int]] = (),
+    skips: Sequence[tuple[int, int]] | None = None,
 ) -> RunState:
     """The state of a run before its first step."""
     first, *others = snapshots
@@ -250,6 +252,14 @@ def check_snapshot(known: CacheState, snapshot: Snapshots) -> None:
             f"The cache {snapshot.name} is not the one that the checkpoint was trained on: its first "
             f"{known.num_chunks:,} chunks have the digest {digest[:12]}, in the checkpoint {known.digest[:12]}.\n"
             "Point `cache_dir` to the cache of that run, or start a new run."
+        )
+
+
+def _check_to_come(first: int, last: int, step: int) -> None:
+    if first <= step:
+        raise SettingsError(
+            f"skip_steps: steps {first:,} to {last:,} cannot be left out, the run is in step {step:,}.\n"
+            "Go on from a checkpoint before them, or take this range out of `skip_steps`."
         )
 
 
