@@ -30,6 +30,7 @@ from packhorse.training.resume import Change, align_loops
 from packhorse.training.run import Run
 from packhorse.training.sampler import Rows, TrainLoader, TrainSampler
 from packhorse.training.state import RunState, check_snapshot
+from packhorse.training.trainer_limits import check_limits
 from packhorse.training.validation import count_over_the_run
 
 MIN_UTILISATION = 0.9
@@ -71,11 +72,15 @@ class TokenDataModule(LightningDataModule):
     def prepare_data(self) -> None:
         """Bring the caches up to date with their sources."""
         self._started = time.monotonic()
+        is_fitting = self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+        if is_fitting:
+            module = self.trainer.lightning_module
+            check_limits(self.trainer, self.settings, getattr(module, "schedule_settings", None))
         self._check_vocabulary()
         first, settings = self.settings.chunks_first, list(self.settings.caches.values())
         selection = Selection() if first is None else Selection(end_chunk=first - 1)
         caches, integrities = zip(*(build_selection(each, selection) for each in settings), strict=True)
-        if first is not None and self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+        if first is not None and is_fitting:
             self._let_go(remove=False)
             self._builder = BackgroundBuilder(settings)
         self.built = {name for name, each in zip(self.settings.caches, integrities, strict=True) if each.built}
@@ -102,7 +107,7 @@ class TokenDataModule(LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         """End the builder, and remove temporary caches of a run that is finished."""
-        is_over = stage == "fit" and self.run is not None and self._trainer.global_step >= self.plan.steps
+        is_over = stage == "fit" and self.run is not None and self.plan.is_over(self._trainer.global_step)
         self._let_go(remove=is_over)
 
     def on_exception(self, exception: BaseException) -> None:
@@ -265,7 +270,7 @@ class TokenDataModule(LightningDataModule):
     def _order_of_next_step(self) -> RunOrder:
         """The order, after a look for chunks that were built meanwhile."""
         step = self._trainer.global_step
-        ends_here = self.plan.fixed_by is None and step >= self.plan.steps - 1
+        ends_here = self.plan.fixed_by is None and self.plan.is_over(step + 1)
         if self._live is not None and (ends_here or step % EVERY_STEPS == 0):
             there, more_to_come = self._live.look()
             while not self._take_up(there, step) and ends_here and more_to_come:

@@ -217,7 +217,7 @@ class LanguageModule(LightningModule):
         set_learning_rates(self.trainer, self._peaks)
         for group, configured in zip(self.trainer.optimizers[0].param_groups, self._hyperparameters, strict=True):
             group.update(configured)  # a restored state brings those of the checkpoint
-        if self.schedule.warmup_steps >= total:
+        if self.schedule.warmup_steps >= total > 0:
             of_full = f" ({full_total:,} steps over the full data set)" if full_total > total else ""
             rank_zero_warn(
                 f"Warm-up takes {self.schedule.warmup_steps:,} steps{of_full}, the whole run only {total:,}: "

@@ -87,12 +87,12 @@ class RunReport(Callback):
         checkpoint = _last_checkpoint(trainer)
         if checkpoint:
             lines.append(f"  checkpoint  {checkpoint}")
-        if trainer.logger is not None:
+        if trainer.log_dir is not None:
             lines.append(f"  logs        {_relative(Path(trainer.log_dir))}")
         lines += ["", "Next"]
         if checkpoint:
             lines.append(f"  {self.command} predict --config {_config_of(trainer)} --ckpt_path {checkpoint}")
-        if trainer.logger is not None:
+        if trainer.log_dir is not None:
             lines.append(f"  tensorboard --logdir {_relative(Path(trainer.log_dir))}")
         say_once("\n".join(["", "Report", *lines]))
 
@@ -116,7 +116,7 @@ class RunReport(Callback):
 
     def _progress(self, trainer: Trainer) -> str:
         plan, log = trainer.datamodule.plan, find_log(trainer)
-        line = f"step {trainer.global_step:,}/{plan.steps:,}, loss {self._mean_loss():.3f}"
+        line = f"step {plan.place(trainer.global_step)}, loss {self._mean_loss():.3f}"
         left = None if log is None else log.speed.seconds_left(plan.steps)
         if left is None:
             return line

@@ -51,6 +51,15 @@ class RunPlan:
         return 0 < self.steps <= step
 
     @property
+    def length(self) -> str:
+        """The steps of the run, for people."""
+        return f"{self.steps:,}" if self.steps else "no end"
+
+    def place(self, step: int) -> str:
+        """A step, and of how many, for people."""
+        return f"{step:,}/{self.steps:,}" if self.steps else f"{step:,}"
+
+    @property
     def fixed_by(self) -> str | None:
         """The setting that keeps the total as it is when the data grow."""
         _, name = min(self._limits, default=(0, "max_epochs"))

@@ -23,8 +23,8 @@ class RunProgressBar(RichProgressBar):
         left = log.speed.seconds_left(plan.steps)
         seen = plan.state.trained(trainer.global_step) / plan.sequences
         return {
-            "step": f"{trainer.global_step:,}/{plan.steps:,}",
-            "epoch": f"{seen:.2f}/{plan.epochs:.2f}",
+            "step": plan.place(trainer.global_step),
+            "epoch": f"{seen:.2f}" + (f"/{plan.epochs:.2f}" if plan.steps else ""),
             "tokens/s": f"{log.tokens_per_second(trainer):,.0f}",
             **({} if left is None else {"left": duration(left)}),
             **metrics,

@@ -31,9 +31,9 @@ class Change:
     def lines(self, learning_rate: float) -> list[str]:
         """For people; nothing if nothing changed."""
         before, after = self.before, self.after
-        steps = f"steps {before.steps:,} -> {after.steps:,}"
+        steps = f"steps {before.length} -> {after.length}"
         if before.steps == after.steps:
-            steps = f"steps stay {after.steps:,}" + (f" (`{after.fixed_by}`)" if after.fixed_by else "")
+            steps = f"steps stay {after.length}" + (f" (`{after.fixed_by}`)" if after.fixed_by else "")
         rest = f"{steps}; now at step {self.step:,}; learning rate goes on from {learning_rate:.2g}"
         lines = []
         if before.sequences != after.sequences:

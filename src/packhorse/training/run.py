@@ -28,9 +28,6 @@ class Run:
         self._trainer, self._settings, self._caches = trainer, settings, caches
         self.change: Change | None = None
         """What is different since the checkpoint that the run goes on from, or since it last grew."""
-        limit = trainer.limit_train_batches
-        if isinstance(limit, float) and limit not in (0.0, 1.0):
-            raise SettingsError(f"Give `limit_train_batches` as a number of micro-batches, not as the share {limit}.")
         snapshots = [snapshots_of(name, cache) for name, cache in caches.items()]
         self._follow(begin_run(snapshots, stage_starts(settings), seed=settings.seed, **self._share))
         self._check_plan()

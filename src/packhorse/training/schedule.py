@@ -27,7 +27,8 @@ class Schedule:
     """The learning rate of a run as a factor of its peak."""
 
     totals: Sequence[tuple[int, int]]
-    """(step, the run's total as known from that step on), oldest first; the first step is 0. This is the state."""
+    """(step, the run's total as known from that step on, 0 if nothing ends it), oldest first; the first step is 0.
+    This is the state."""
     warmup_steps: int = 0
     """Frozen at the first run: a larger data set must not put a warm run back into warm-up."""
     shape: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -67,13 +68,13 @@ class Schedule:
         return _SHAPES[self.shape](self, self.progress(step))
 
     def progress(self, step: int) -> float:
-        """How much of the way after warm-up lies behind, in [0, 1]."""
+        """How much of the way after warm-up lies behind, in [0, 1]; without an end there is no way."""
         progress, done = 0.0, self.warmup_steps
         ends = [changed for changed, _ in self.totals[1:]] + [step]
         for (_, total), end in zip(self.totals, ends, strict=True):
             end = min(end, step)
             if end > done:
-                share = (end - done) / (total - done) if total > done else 1.0
+                share = (end - done) / (total - done) if total > done else float(total > 0)
                 progress += (1 - progress) * min(share, 1.0)
                 done = end
         return progress

@@ -41,9 +41,9 @@ class Speed:
         return (last - first) / max(end - start, 1e-9)
 
     def seconds_left(self, total: int) -> float | None:
-        """Until step `total`, without validation."""
+        """Until step `total`, if there is one, without validation."""
         rate = self.steps_per_second
-        return (total - self._marks[-1][1]) / rate if rate else None
+        return (total - self._marks[-1][1]) / rate if rate and total else None
 
 
 def flops_per_token(config: PreTrainedConfig, parameters: int) -> float:

@@ -22,7 +22,7 @@ class StepMean:
 
     def __init__(self) -> None:
         self._sums: Tensor | None = None
-        self._full = self._micro_batches = 0
+        self._full = 0
 
     def add(self, nll_sum: Tensor, num_tokens: Tensor, full: int) -> Tensor:
         """What a micro-batch gives to autograd.
@@ -36,7 +36,7 @@ class StepMean:
         widest = torch.float32 if nll_sum.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
         sums = torch.stack([nll_sum.detach().to(widest), num_tokens.to(widest)])
         self._sums = sums if self._sums is None else self._sums + sums
-        self._full, self._micro_batches = full, self._micro_batches + 1
+        self._full = full
         return nll_sum / full
 
     def finish(self, trainer: Trainer, optimizer: Optimizer) -> Tensor:
@@ -48,7 +48,8 @@ class StepMean:
         assert self._sums is not None
         nll_sum, tokens = trainer.strategy.reduce(self._sums, reduce_op="sum").unbind()
         tokens = tokens.clamp(min=1)
-        factor = (trainer.world_size * self._micro_batches * self._full / tokens).float()
+        # Lightning divides by what it was told, also in a step that an epoch has cut short.
+        factor = (trainer.world_size * trainer.accumulate_grad_batches * self._full / tokens).float()
         for gradients in _by_place(optimizer).values():
             torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
         self.reset()
@@ -56,7 +57,7 @@ class StepMean:
 
     def reset(self) -> None:
         """Forget a step that was not finished."""
-        self._sums, self._micro_batches = None, 0
+        self._sums = None
 
 
 def _by_place(optimizer: Optimizer) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:

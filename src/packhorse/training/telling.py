@@ -26,19 +26,22 @@ def plan_lines(trainer: Trainer, module: LightningModule, seconds: float | None,
     if activations is not None:
         memory += f", {activations / 1e6:,.0f} MB for the activations of a micro-batch"
     expected = "known after the first steps"
-    if seconds is not None:
+    if not plan.steps:
+        expected = "no end"
+    elif seconds is not None:
         left = plan.steps - trainer.global_step
         expected = f"about {duration(seconds * left * trainer.accumulate_grad_batches)}, without validation"
     attention = module.infini_attention
+    passes = f", {plan.epochs:.2f} epochs" if plan.steps and len(data.caches) == 1 else ""
+    tokens = f" = {plan.tokens:,} tokens" if plan.steps else ""
     return [
         *cache_lines(data),
-        f"  sequences   {plan.sequences:,} of {plan.sequence_length} tokens"
-        + (f", {plan.epochs:.2f} epochs" if len(data.caches) == 1 else ""),
-        f"  steps       {plan.steps:,} of {plan.global_batch} sequences = {plan.tokens:,} tokens",
+        f"  sequences   {plan.sequences:,} of {plan.sequence_length} tokens{passes}",
+        f"  steps       {plan.length}{' of' if plan.steps else ', each of'} {plan.global_batch} sequences{tokens}",
         f"  model       {parameters:,} parameters, segments of {attention.segment_length}, "
         f"memory {'on' if attention.turn_on_memory else 'off'}",
         *memory_lines(attention, plan.sequence_length),
-        *gate_lines(module),
+        *(gate_lines(module) if plan.steps else []),
         f"  memory      {memory}",
         f"  time        {expected}",
     ]
