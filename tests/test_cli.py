@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +21,7 @@ from packhorse.cache.commands import VERBS
 from packhorse.cli import main
 from packhorse.models import InfiniAttentionConfig
 from packhorse.training import LanguageModule
+from packhorse.training.cli import PackhorseCLI, make_cli
 from packhorse.training.telling import memory_lines
 
 ROOT = Path(__file__).parents[1]
@@ -488,3 +490,47 @@ def test_help_shows_the_docstring_of_a_setting(capsys):
     assert "Tokens per sequence" in capsys.readouterr().out
     assert main([]) == 0
     assert "preview" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--checkpoint.save_top_k 3", "top_k"),
+        ("--checkpoint.every_n_train_steps 5 --checkpoint.every_n_epochs 1", "mutually exclusive"),
+        ("--trainer.max_steps -5", "max_steps"),
+    ],
+)
+def test_what_lightning_refuses_is_an_error_of_use_in_words(config, arguments, words, capsys):
+    assert main(["fit", "--config", str(config), *arguments.split()]) == 2
+    said = capsys.readouterr().err
+    assert words in next(line for line in said.splitlines() if line.startswith("SettingsError"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps", "at_ends_of_epochs"),
+    [
+        ("", 500, None),
+        ("--checkpoint.every_n_epochs 1", 0, True),
+        ("--checkpoint.train_time_interval 00:30:00", 0, None),
+        ("--checkpoint.every_n_train_steps 7", 7, None),
+    ],
+)
+def test_a_run_saves_when_it_is_told_to_and_every_500_steps_otherwise(config, arguments, steps, at_ends_of_epochs):
+    recovery, _ = make_cli(["--config", str(config), *arguments.split()], run=False).trainer.checkpoint_callbacks
+    assert recovery._every_n_train_steps == steps
+    assert recovery._save_on_train_epoch_end is at_ends_of_epochs
+
+
+@pytest.mark.parametrize("arguments", ["--trainer.enable_checkpointing=false", "--trainer.fast_dev_run=true"])
+def test_a_run_that_saves_nothing_trains_and_reports(config, tmp_path, capsys, arguments):
+    logger = json.dumps({"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(tmp_path)}})
+    assert main(["fit", "--config", str(config), f"--trainer.logger={logger}", arguments]) == 0
+    assert "at the end" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_several_devices_print_a_continuation_once(capsys):
+    for rank in range(2):
+        cli = SimpleNamespace(trainer=SimpleNamespace(predict=lambda: ["salt wool"], is_global_zero=rank == 0))
+        PackhorseCLI.predict(cli)
+    assert capsys.readouterr().out == "salt wool\n"

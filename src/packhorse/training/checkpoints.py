@@ -38,9 +38,10 @@ class RecoveryCheckpoint(ModelCheckpoint):
             self._save_last_checkpoint(trainer, candidates)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the last step, unless it was saved."""
-        self.save_now(trainer)
-        super().on_train_end(trainer, pl_module)
+        """Save the last step, unless it was saved; a rehearsal (`fast_dev_run`) leaves the checkpoints alone."""
+        if not trainer.fast_dev_run:
+            self.save_now(trainer)
+            super().on_train_end(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         """Lightning's, and the files that a later save replaces."""

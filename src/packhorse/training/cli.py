@@ -11,10 +11,10 @@ from typing import Any
 
 from jsonargparse import set_parsing_settings
 from lightning import Callback, Trainer
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from packhorse.cache.data_settings import name_sources
 from packhorse.errors import PackhorseError, SettingsError
@@ -30,6 +30,7 @@ from packhorse.training.run_log import RunLog
 from packhorse.training.signals import Stopped, StopSignals
 
 COMMANDS = ("fit", "validate", "test", "predict")
+SAVE_EVERY_STEPS = 500
 
 
 class PackhorseCLI(LightningCLI):
@@ -48,7 +49,7 @@ class PackhorseCLI(LightningCLI):
             {
                 "checkpoint.filename": "step={step:08d}",
                 "checkpoint.auto_insert_metric_name": False,
-                "checkpoint.every_n_train_steps": 500,
+                "checkpoint.every_n_train_steps": SAVE_EVERY_STEPS,
                 "checkpoint.save_last": "link",
                 "checkpoint.save_top_k": 1,
             }
@@ -63,6 +64,7 @@ class PackhorseCLI(LightningCLI):
         if config.trainer.max_epochs is None:
             is_limited = config.trainer.max_steps > 0 or config.data.max_train_tokens is not None
             config.trainer.max_epochs = -1 if is_limited else 1
+        _set_trigger(config.checkpoint)
         if self.subcommand:
             _check_weights(self.subcommand, config)
 
@@ -72,7 +74,7 @@ class PackhorseCLI(LightningCLI):
             super().instantiate_classes()
         except PackhorseError:
             raise
-        except ValueError as error:
+        except (ValueError, MisconfigurationException) as error:
             raise SettingsError(str(error)) from error
 
     def before_fit(self) -> None:
@@ -81,14 +83,18 @@ class PackhorseCLI(LightningCLI):
             claim_run_folder(self.trainer)
 
     def predict(self, **arguments) -> None:
-        """Print each prompt with its continuation."""
-        print("\n\n".join(self.trainer.predict(**arguments) or []))
+        """Print each prompt with its continuation, once: every rank has them all."""
+        texts = self.trainer.predict(**arguments) or []
+        if self.trainer.is_global_zero:
+            print("\n\n".join(texts))
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         own = config.get("callbacks") or []
         own = own if isinstance(own, list) else [own]
         if config.get("enable_progress_bar") and not any(isinstance(callback, ProgressBar) for callback in own):
             callbacks = [*callbacks, RunProgressBar()]
+        if config.get("enable_checkpointing") is False:
+            callbacks = [callback for callback in callbacks if not isinstance(callback, Checkpoint)]
         return super()._instantiate_trainer(config, callbacks)
 
     def _run_subcommand(self, subcommand: str) -> None:
@@ -159,6 +165,15 @@ def make_cli(arguments: list[str], run: bool) -> PackhorseCLI:
                 **_as_launched(),
             },
         )
+
+
+def _set_trigger(checkpoint: Any) -> None:
+    """Our number of steps is only a default: another setting that says when to save takes its place."""
+    is_ours = checkpoint.every_n_train_steps == SAVE_EVERY_STEPS
+    if is_ours and (checkpoint.every_n_epochs or checkpoint.train_time_interval is not None):
+        checkpoint.every_n_train_steps = None
+    if checkpoint.every_n_epochs and (checkpoint.monitor, checkpoint.save_on_train_epoch_end) == (None, None):
+        checkpoint.save_on_train_epoch_end = True  # Lightning would save after validation, whenever that is
 
 
 def _check_weights(command: str, config: Any) -> None:

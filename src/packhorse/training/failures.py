@@ -11,9 +11,10 @@ from collections.abc import Iterator
 
 import torch
 from lightning import Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed import DistNetworkError
 
-from packhorse.errors import DeviceMemoryError, PackhorseError, PortInUseError, RankError
+from packhorse.errors import DeviceMemoryError, PackhorseError, PortInUseError, RankError, SettingsError
 from packhorse.training.ranks import is_watched
 from packhorse.training.signals import Stopped
 
@@ -32,6 +33,8 @@ def explained(trainer: Trainer, micro_batch: int, checkpointing: bool) -> Iterat
     try:
         try:
             yield
+        except MisconfigurationException as error:
+            raise SettingsError(str(error)) from error
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(_advice(error, trainer, micro_batch, checkpointing)) from error
         except RuntimeError as error:
