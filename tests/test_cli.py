@@ -131,7 +131,7 @@ def test_dashes_and_underscores_in_options_are_the_same(config, capsys):
     assert "from 2 to 131,072" in capsys.readouterr().err
 
 
-def test_what_is_yes_or_no_is_said_by_the_name_of_the_option_alone(capsys, monkeypatch):
+def test_what_is_yes_or_no_is_said_by_the_name_of_the_option_alone_or_by_what_follows_it(capsys, monkeypatch):
     from packhorse.cache import commands
 
     def build(where, *, force: bool = False, number: int = 0):
@@ -139,7 +139,13 @@ def test_what_is_yes_or_no_is_said_by_the_name_of_the_option_alone(capsys, monke
         return commands.Outcome(lines=[f"{force} {number}"])
 
     monkeypatch.setattr(commands, "load_verb", lambda name: build)
-    for arguments, said in {"--force --number 3": "True 3", "--force=false": "False 0", "": "False 0"}.items():
+    for arguments, said in {
+        "--force --number 3": "True 3",
+        "--force=false": "False 0",
+        "--force true --number 2": "True 2",
+        "--number 1 --force false": "False 1",
+        "": "False 0",
+    }.items():
         assert main(["cache", "build", *arguments.split()]) == 0
         assert capsys.readouterr().out.strip() == said
 
@@ -249,12 +255,45 @@ def test_a_vocabulary_larger_than_the_models_is_refused_with_status_2(config, tm
     assert not list((tmp_path / "cache").rglob("*.chunk"))
 
 
-@pytest.mark.parametrize("argument", ["--data.sequence_lenght=3", "--trainer.max_epoch=3", "--model.segment=3"])
-def test_a_misspelt_setting_is_refused_with_status_2(config, capsys, argument):
+@pytest.mark.parametrize(
+    ("command", "argument", "meant"),
+    [
+        ("fit", "--data.sequence_lenght=3", "--data.sequence_length"),
+        ("fit", "--trainer.max_epoch=3", "--trainer.max_epochs"),
+        ("fit", "--micro_batchsize=3", "--data.micro_batch_size"),
+        ("fit", "--model.infini_attention.segment_len=3", "--model.infini_attention.segment_length"),
+        ("cache build", "--data.sequence_lenght=3", "--data.sequence_length"),
+        ("cache build", "--start-chnk=3", "--start_chunk"),
+        ("passkey", "--lenghts=3", "--lengths"),
+    ],
+)
+def test_a_misspelt_option_is_refused_alone_with_the_one_that_was_meant(config, capsys, command, argument, meant):
+    configured = [] if command == "passkey" else ["--config", str(config)]
     with pytest.raises(SystemExit) as stop:
-        main(["fit", "--config", str(config), argument])
+        main([*command.split(), *configured, argument])
     assert stop.value.code == 2
-    assert argument[2:].partition("=")[0].rpartition(".")[2] in capsys.readouterr().err
+    error, tip = capsys.readouterr().err.splitlines()
+    assert error.endswith(f"Did you mean {meant}?")
+    assert f"{command} --help" in tip
+
+
+@pytest.mark.parametrize("command", ["fit", "cache build"])
+def test_a_misspelt_setting_of_a_configuration_is_told_in_the_same_way(config, capsys, command):
+    value = json.loads(config.read_text())
+    value["data"]["micro_batchsize"] = 3
+    config.write_text(json.dumps(value))
+    with pytest.raises(SystemExit) as stop:
+        main([*command.split(), "--config", str(config)])
+    assert stop.value.code == 2
+    assert "no option data.micro_batchsize. Did you mean data.micro_batch_size?" in capsys.readouterr().err
+
+
+def test_a_setting_that_is_like_no_other_is_told_as_it_is(config, capsys):
+    for argument, said in (("--xyzzy=3", "no option --xyzzy.\n"), ("--trainer.max_steps=many", "trainer.max_steps")):
+        with pytest.raises(SystemExit) as stop:
+            main(["fit", "--config", str(config), argument])
+        assert stop.value.code == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["fit"], ["cache", "build"]], ids=" ".join)
@@ -467,15 +506,19 @@ def test_a_configuration_is_printed_and_fit_explains_its_settings(config, capsys
         assert all(word in said for word in words)
 
 
-def test_a_command_that_is_not_there_is_refused_with_all_that_are(capsys):
-    assert main(["frobnicate"]) == 2
-    assert "preview" in capsys.readouterr().err
-
-
-def test_a_misspelt_setting_is_refused_by_cache_commands_too(config, capsys):
-    with pytest.raises(SystemExit) as stop:
-        build(config, "--data.sequence_lenght=3")
-    assert stop.value.code == 2
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("frobnicate", ["no command 'frobnicate'", "preview"]),
+        ("fitt", ["no command 'fitt'. Did you mean fit?"]),
+        ("cache frobnicate", ["no verb 'frobnicate'", "estimate"]),
+        ("cache biuld", ["no verb 'biuld' of `cache`. Did you mean build?"]),
+    ],
+)
+def test_a_command_that_is_not_there_is_refused_with_the_nearest_or_all_that_are(capsys, command, words):
+    assert main(command.split()) == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in words)
 
 
 def test_values_that_make_no_sense_are_refused_with_status_2(config, capsys):

@@ -62,7 +62,11 @@ def main(arguments: list[str] | None = None) -> int:
 
             return run_health_command(arguments[1:])
         if not arguments[0].startswith("-") and arguments[0] not in TRAINING_COMMANDS:
-            print(f"There is no command {arguments[0]!r}.\n\n{HELP}", file=sys.stderr)
+            from packhorse.usage import nearest
+
+            near = nearest(arguments[0], (*TRAINING_COMMANDS, *EVALUATION_COMMANDS, "cache", "health"))
+            meant = f" Did you mean {near}?" if near else f"\n\n{HELP}"
+            print(f"There is no command {arguments[0]!r}.{meant}", file=sys.stderr)
             return 2
         from packhorse.training.cli import run_training_command
 

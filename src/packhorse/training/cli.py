@@ -28,9 +28,14 @@ from packhorse.training.progress_bar import RunProgressBar
 from packhorse.training.run_folder import claim_run_folder, runs_folder
 from packhorse.training.run_log import RunLog
 from packhorse.training.signals import Stopped, StopSignals
+from packhorse.usage import PlainErrors
 
 COMMANDS = ("fit", "validate", "test", "predict")
 SAVE_EVERY_STEPS = 500
+
+
+class TrainingParser(PlainErrors, LightningArgumentParser):
+    """Lightning's parser, with errors that can be seen."""
 
 
 class PackhorseCLI(LightningCLI):
@@ -151,6 +156,7 @@ def make_cli(arguments: list[str], run: bool) -> PackhorseCLI:
             LanguageModule,
             TokenDataModule,
             run=run,
+            parser_class=TrainingParser,
             auto_configure_optimizers=False,
             # An abbreviation is a typing error that happens to work.
             parser_kwargs={"allow_abbrev": False, **{name: {"allow_abbrev": False} for name in _typed(arguments)}},

@@ -15,7 +15,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse import set_parsing_settings
 
 from packhorse.cache.progress import say
 from packhorse.corpus.passkey import PasskeyText
@@ -25,6 +25,7 @@ from packhorse.evaluation.generation import GenerationSettings, generate_text
 from packhorse.evaluation.passkey import PasskeySettings, evaluate_passkey
 from packhorse.evaluation.report import result_lines, write_heat_map, write_json
 from packhorse.training.restore import CheckpointSettings, restore
+from packhorse.usage import Parser
 
 OTHER_NAMES = {
     "checkpoint_path": "ckpt_path",
@@ -45,7 +46,7 @@ def run_evaluation_command(arguments: list[str]) -> int:
     command = COMMANDS[arguments[0]]
     groups = {name: p.annotation for name, p in parameters_of(command).items() if is_dataclass(p.annotation)}
     description = inspect.getdoc(command).split("\n\nArgs:")[0]
-    parser = ArgumentParser(prog=f"packhorse {arguments[0]}", description=description)
+    parser = Parser(prog=f"packhorse {arguments[0]}", description=description)
     for group in groups.values():
         parser.add_class_arguments(group)
     parser.add_function_arguments(command, skip=set(groups))

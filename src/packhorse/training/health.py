@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentParser
 
 from packhorse.errors import SettingsError
 from packhorse.training.checkpoint_file import is_sound
 from packhorse.training.run_logs import Point, RunLogs, find_run, read_run
+from packhorse.usage import Parser
 
 SILENT_SECONDS = 120.0
 """Loggers are flushed every 10 seconds; nobody is called silent sooner than this."""
@@ -27,7 +27,7 @@ FLAT = 0.005
 
 def run_health_command(arguments: list[str]) -> int:
     """Say how a run is; the result is the exit status."""
-    parser = ArgumentParser(prog="main.py health", description=__doc__.partition("\n")[0])
+    parser = Parser(prog="main.py health", description=__doc__.partition("\n")[0])
     parser.add_argument("run", type=str, help="the folder of a run, or of several: the newest")
     parser.add_argument("--json", action="store_true", help="for scripts")
     parser.add_argument("--silent-seconds", type=float, default=SILENT_SECONDS, help="without news: silent")

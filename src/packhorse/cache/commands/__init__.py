@@ -11,15 +11,17 @@ of the cache and returns what is to be said; how that is printed, for people or 
 import importlib
 import inspect
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ActionConfigFile, Namespace, set_parsing_settings
 
 from packhorse.cache.commands.outcome import Outcome
 from packhorse.cache.data_settings import DataSettings, name_sources
 from packhorse.cache.settings import CacheSettings
 from packhorse.errors import PackhorseError, SettingsError
+from packhorse.usage import Parser, nearest
 
 VERBS = {
     "build": "build the cache, or bring it up to date with its sources",
@@ -46,12 +48,9 @@ OTHER_GROUPS = ("trainer", "model", "checkpoint", "seed_everything", "ckpt_path"
 def run_cache_command(arguments: list[str]) -> int:
     """Run a verb; the result is the exit status."""
     if not arguments or arguments[0] not in VERBS:
-        lines = [f"  {name:9} {description}" for name, description in VERBS.items()]
-        usage = "packhorse cache VERB --config X.yaml, or packhorse cache VERB FOLDER"
-        print(f"{usage}\n\n" + "\n".join(lines) + "\n\nMore about one of them: packhorse cache VERB --help")
-        return 0 if arguments[:1] in ([], ["-h"], ["--help"]) else 2
+        return _tell_verbs(arguments)
     verb = load_verb(arguments[0])
-    options = make_parser(verb).parse_args([_spelled(argument, verb) for argument in arguments[1:]])
+    options = make_parser(verb).parse_args(_spelled(arguments[1:], verb))
     values, status = {}, 0
     try:
         wheres = _wheres(options)
@@ -76,11 +75,11 @@ def load_verb(name: str) -> Callable[..., Outcome]:
     return getattr(importlib.import_module(f"{__name__}.{name}"), name)
 
 
-def make_parser(verb: Callable[..., Outcome]) -> ArgumentParser:
+def make_parser(verb: Callable[..., Outcome]) -> Parser:
     """A parser for the `data:` group of a configuration and the options of a verb."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     description = inspect.getdoc(verb).split("\n\nArgs:")[0]
-    parser = ArgumentParser(prog=f"packhorse cache {verb.__name__.strip('_')}", description=description)
+    parser = Parser(prog=f"packhorse cache {verb.__name__.strip('_')}", description=description)
     parser.add_argument(
         "folder", nargs="?", type=str | None, help="The folder of a cache, where no sources are needed."
     )
@@ -104,6 +103,21 @@ def read_settings(options: Namespace) -> DataSettings:
     return DataSettings(**values)
 
 
+def _tell_verbs(arguments: list[str]) -> int:
+    """The help; or what may have been meant by a verb that there is not."""
+    is_help = arguments[:1] in ([], ["-h"], ["--help"])
+    near = None if is_help else nearest(arguments[0], VERBS)
+    usage = "packhorse cache VERB --config X.yaml, or packhorse cache VERB FOLDER"
+    told = "\n".join([usage, "", *(f"  {name:9} {description}" for name, description in VERBS.items())])
+    told += "\n\nMore about one of them: packhorse cache VERB --help"
+    if is_help:
+        print(told)
+        return 0
+    meant = f" Did you mean {near}?" if near else f"\n\n{told}"
+    print(f"There is no verb {arguments[0]!r} of `cache`.{meant}", file=sys.stderr)
+    return 2
+
+
 def _wheres(options: Namespace) -> dict[str, CacheSettings | Path]:
     """The cache that is meant; those of a mixture one after the other."""
     if options.folder is None:
@@ -121,12 +135,15 @@ def _options_of(verb: Callable, options: Namespace, cache: str | None) -> dict:
     return own
 
 
-def _spelled(argument: str, verb: Callable) -> str:
-    """`--start-chunk` is `--start_chunk`; what is yes or no says yes by its name alone, no by `--name=false`."""
-    name, equals, value = argument.partition("=")
-    if not name.startswith("--"):
-        return argument
-    name = name[2:].replace("-", "_")
-    parameter = inspect.signature(verb).parameters.get(name)
-    is_flag = parameter is not None and parameter.annotation is bool
-    return f"--{name}" + ("=true" if is_flag and not equals else equals + value)
+def _spelled(arguments: list[str], verb: Callable) -> list[str]:
+    """`--start-chunk` is `--start_chunk`; what is yes or no says yes by its name alone, else what follows it."""
+    parameters = inspect.signature(verb).parameters
+    flags = {f"--{name}" for name, parameter in parameters.items() if parameter.annotation is bool}
+    spelled, waiting = [], list(arguments)
+    while waiting:
+        name, equals, value = waiting.pop(0).partition("=")
+        name = "--" + name[2:].replace("-", "_") if name.startswith("--") else name
+        if name in flags and not equals:
+            equals, value = "=", waiting.pop(0) if waiting[:1] in (["true"], ["false"]) else "true"
+        spelled.append(name + equals + value)
+    return spelled
