@@ -15,10 +15,15 @@ from packhorse.training.resume import continue_run
 from packhorse.training.state import RunState, Snapshots, StageStart, begin_run
 
 
-def snapshot(sequences: int, name: str = "web", chunks: int | None = None, origin: str = "a") -> Snapshots:
-    chunks = sequences // 10 if chunks is None else chunks
+def snapshot(
+    sequences: int, name: str = "web", chunks: int | None = None, origin: str = "a", eval_sequences: int = 7
+) -> Snapshots:
     return Snapshots(
-        name=name, num_chunks=chunks, sequences=sequences, eval_sequences=7, digests=lambda n: f"{origin}{n:063d}"
+        name=name,
+        num_chunks=sequences // 10 if chunks is None else chunks,
+        sequences=sequences,
+        eval_sequences=eval_sequences,
+        digests=lambda n: f"{origin}{n:063d}",
     )
 
 
@@ -127,6 +132,13 @@ def test_a_shrunk_or_foreign_cache_is_refused_with_the_reason():
         state.with_snapshot(snapshot(90), 3)
     with pytest.raises(SnapshotMismatch, match=r"is not the one that the checkpoint was trained on"):
         state.with_snapshot(snapshot(200, origin="b"), 3)
+
+
+def test_validation_stays_on_the_first_evaluation_sequences_that_a_run_had():
+    state = begin_run([snapshot(40, eval_sequences=0)], ALONE, seed=3, global_batch=8)
+    for step, (sequences, there, known) in enumerate([(50, 0, 0), (60, 3, 3), (80, 9, 3)], start=1):
+        state = reloaded(state.with_snapshot(snapshot(sequences, eval_sequences=there), step), step)
+        assert state.caches[0].eval_sequences == known
 
 
 @pytest.mark.parametrize("damage", [{"format": 2}, {"caches": []}, {"batches": [[5, 0, 8]]}, {"seed": None}])

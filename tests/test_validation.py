@@ -1,9 +1,12 @@
 """Laws of validation: when it happens, and on what."""
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback
 
+from packhorse.cache import open_cache, update_cache
 from packhorse.errors import SettingsError
+from packhorse.training.monitors import RunReport
 from test_training import datamodule, module, trainer, write_corpus
 
 
@@ -55,3 +58,73 @@ def test_a_run_that_goes_on_is_validated_where_it_would_have_been(room, corpus, 
 def test_an_interval_of_micro_batches_within_some_epochs_is_refused(room, corpus, tmp_path):
     with pytest.raises(SettingsError, match=r"check_val_every_n_epoch: 2.*\n.*share"):
         validated_steps(room, corpus, tmp_path, val_check_interval=20, check_val_every_n_epoch=2)
+
+
+class BuildsLater:
+    """Builds the rest of a cache, in this process, when it was asked often enough."""
+
+    def __init__(self, settings):
+        self.settings, self.asked = settings[0], 0
+
+    @property
+    def status(self):
+        self.asked += 1
+        if self.asked == 2:
+            update_cache(self.settings, quiet=True)
+        return None if self.asked < 4 else 0
+
+    def stop(self):
+        pass
+
+
+def run_and_say(data, folder, capfd, *, start=None, **settings) -> tuple[list[int], str]:
+    seen, values = Validated(), {"max_epochs": 3, "val_check_interval": 5, "limit_val_batches": None, **settings}
+    run = trainer(folder, callbacks=[seen, RunReport()], **values)
+    run.fit(module(), datamodule=data, ckpt_path=start)
+    run.save_checkpoint(folder / "saved.ckpt")
+    return seen.steps, capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("data", "limits", "reason"),
+    [
+        ({"eval_share": 0}, {}, "the cache has no evaluation sequences (raise `data.eval_share`, or add text)"),
+        ({"max_documents": 10}, {}, "the cache has no evaluation sequences (raise `data.eval_share`, or add text)"),
+        ({"eval_sequences": 0}, {}, "`data.eval_sequences` is 0"),
+        ({}, {"limit_val_batches": 0}, "`trainer.limit_val_batches` is 0"),
+    ],
+)
+def test_a_run_that_will_not_be_validated_says_so_first(corpus, tmp_path, capfd, data, limits, reason):
+    steps, said = run_and_say(datamodule(tmp_path, corpus, **data), tmp_path, capfd, max_epochs=1, **limits)
+    assert steps == []
+    assert f"validation  none: {reason}; best.ckpt will not be written" in said.partition("Report")[0]
+
+
+@pytest.mark.parametrize("on_growth", ["adopt", "pin"])
+def test_a_run_that_began_without_evaluation_text_is_validated_when_the_data_have_some(
+    corpus, tmp_path, capfd, on_growth
+):
+    few = datamodule(tmp_path, corpus, max_documents=10)
+    assert run_and_say(few, tmp_path, capfd)[0] == []
+    more = datamodule(tmp_path, corpus, on_growth=on_growth)
+    saved = str(tmp_path / "saved.ckpt")
+    steps, said = run_and_say(more, tmp_path, capfd, start=saved, max_epochs=4)
+    known = torch.load(saved, weights_only=True)["TokenDataModule"]["caches"][0]["eval_sequences"]
+    assert bool(steps) == bool(known) == (on_growth == "adopt")
+    assert ("validation  none" in said) == (on_growth == "pin")
+    assert known in (0, open_cache(more.settings.cache).num_sequences("eval"))
+
+
+def test_a_run_beside_a_builder_is_validated_from_the_first_chunk_with_evaluation_text_on(
+    corpus, tmp_path, capfd, monkeypatch
+):
+    monkeypatch.setattr("packhorse.training.datamodule.BackgroundBuilder", BuildsLater)
+    monkeypatch.setattr("packhorse.training.datamodule.EVERY_STEPS", 1)
+    data = datamodule(tmp_path, corpus, start_after_chunks=1, sequences_per_chunk=10, packing="concat")
+    steps, said = run_and_say(data, tmp_path, capfd, max_epochs=1, val_check_interval=1)
+    assert "validation  none yet: the first chunks have no evaluation sequences" in said
+    assert "evaluation sequences from now on" in said
+    (first, *_), end = steps, data.plan.steps
+    assert first > 1
+    assert steps == list(range(first, end + 1))
+    assert data.run.state.caches[0].eval_sequences == data.cache.num_sequences("eval")

@@ -31,7 +31,7 @@ from packhorse.training.run import Run
 from packhorse.training.sampler import Rows, TrainLoader, TrainSampler
 from packhorse.training.state import RunState, check_snapshot
 from packhorse.training.trainer_limits import check_limits
-from packhorse.training.validation import count_over_the_run
+from packhorse.training.validation import ask_for_sequences_again, count_over_the_run
 
 MIN_UTILISATION = 0.9
 """Below this share of real tokens nobody trains without being told."""
@@ -194,10 +194,8 @@ class TokenDataModule(LightningDataModule):
         return Rows({numbers[name]: cache for name, cache in self.caches.items()}, split)
 
     def val_dataloader(self) -> DataLoader | list:
-        """The first evaluation sequences of the first snapshot: the same however the cache grows."""
-        return self._eval_loader(
-            {name: min(self.settings.eval_sequences, self._first_eval_sequences(name)) for name in self.caches}
-        )
+        """The first evaluation sequences of the first snapshot that has any: the same however the cache grows."""
+        return self._eval_loader(self.validation_sequences())
 
     def test_dataloader(self) -> DataLoader | list:
         """All evaluation sequences."""
@@ -208,6 +206,10 @@ class TokenDataModule(LightningDataModule):
         for prompt in self.settings.prompts:
             self.encode(prompt)  # what cannot be continued is refused before any is
         return DataLoader(list(self.settings.prompts), batch_size=None)
+
+    def validation_sequences(self) -> dict[str, int]:
+        """How many evaluation sequences of each cache are used for validation."""
+        return {name: min(self.settings.eval_sequences, self._first_eval_sequences(name)) for name in self.caches}
 
     def next_sequences(self, count: int) -> np.ndarray:
         """What the run trains on next: int64 [count, 2] of (cache, sequence number)."""
@@ -284,13 +286,23 @@ class TokenDataModule(LightningDataModule):
         """Go on with more chunks, if there are more; whether the run is longer now."""
         assert self.run is not None
         assert self._loader is not None
-        before = self.plan.steps
+        before, known = self.plan.steps, [cache.eval_sequences for cache in self.run.state.caches]
         if self.run.take_up(chunks, step):
             self._loader.dataset.caches = self.rows("train").caches
             _, first, end = self.plan.epoch_at(step)
             self._loader.sampler.length = (end - first) * self._trainer.accumulate_grad_batches
             set_epoch_length(self._trainer, self._loader.sampler.length)
+            if known != [cache.eval_sequences for cache in self.run.state.caches]:
+                self._validate_on_more()
         return self.plan.steps > before
+
+    def _validate_on_more(self) -> None:
+        """Caches without evaluation sequences have some now."""
+        count, trainer = sum(self.validation_sequences().values()), self._trainer
+        if count and trainer.limit_val_batches:
+            ask_for_sequences_again(trainer)
+            if trainer.is_global_zero:
+                say(f"validation takes {count:,} evaluation sequences from now on")
 
     def _let_go(self, remove: bool) -> None:
         self._live = None
@@ -302,7 +314,7 @@ class TokenDataModule(LightningDataModule):
             self._lease = None
 
     def _first_eval_sequences(self, name: str) -> int:
-        """Evaluation sequences of the first snapshot of the run; of a cache without one, as it is now."""
+        """Evaluation sequences of the first snapshot of the run that has any; of a cache without one, as it is now."""
         snapshot = snapshots_of(name, self.caches[name])
         state = self._known if self.run is None else self.run.state
         for known in () if state is None else state.caches:
@@ -311,7 +323,7 @@ class TokenDataModule(LightningDataModule):
                     check_snapshot(known, snapshot)
                 except SnapshotMismatch:
                     break  # another cache: it may be used to validate, not to go on
-                return known.eval_sequences
+                return known.eval_sequences or snapshot.eval_sequences
         return snapshot.eval_sequences
 
     def _check_vocabulary(self) -> None:

@@ -30,7 +30,7 @@ class CacheState:
     history: tuple[tuple[int, int], ...]
     """For each snapshot: (sequences of this cache consumed when it was adopted, its train sequences)."""
     eval_sequences: int
-    """Of the first snapshot: validation stays on them."""
+    """Of the first snapshot that had any: validation stays on them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +123,7 @@ class RunState:
             num_chunks=snapshot.num_chunks,
             digest=snapshot.digests(snapshot.num_chunks),
             history=order.orders[number].history,
+            eval_sequences=known.eval_sequences or snapshot.eval_sequences,
         )
         return replace(self, caches=(*self.caches[:number], grown, *self.caches[number + 1 :]))
 

@@ -38,6 +38,7 @@ def plan_lines(trainer: Trainer, module: LightningModule, seconds: float | None,
         *cache_lines(data),
         f"  sequences   {plan.sequences:,} of {plan.sequence_length} tokens{passes}",
         f"  steps       {plan.length}{' of' if plan.steps else ', each of'} {plan.global_batch} sequences{tokens}",
+        validation_line(trainer),
         f"  model       {parameters:,} parameters, segments of {attention.segment_length}, "
         f"memory {'on' if attention.turn_on_memory else 'off'}",
         *memory_lines(attention, plan.sequence_length),
@@ -52,7 +53,7 @@ def cache_lines(data: TokenDataModule) -> list[str]:
     lines = []
     for name, cache in data.caches.items():
         built = "just built" if name in data.built else "found"
-        epochs = f", {data.plan.epochs_of(name):.2f} epochs" if len(data.caches) > 1 else ""
+        epochs = f", {data.plan.epochs_of(name):.2f} epochs" if len(data.caches) > 1 and data.plan.steps else ""
         lines.append(f"  cache       {cache.folder}, {built}{weight_of(name, data.settings)}{epochs}")
     lines[-1] += f"; opened in {data.opening_seconds:.3f} s, first batch {data.first_batch_seconds():.3f} s later"
     return lines
@@ -69,6 +70,27 @@ def weight_of(name: str, settings: DataSettings) -> str:
             told += f", from step {stage.start_training_step:,} on {weight:g}"
         before = weight
     return told
+
+
+def validation_line(trainer: Trainer) -> str:
+    """On what a run is validated, or why it is not."""
+    data, settings = trainer.datamodule, trainer.datamodule.settings
+    counts = data.validation_sequences()
+    if not trainer.limit_val_batches:
+        return "  validation  none: `trainer.limit_val_batches` is 0; best.ckpt will not be written"
+    if not settings.eval_sequences:
+        return "  validation  none: `data.eval_sequences` is 0; best.ckpt will not be written"
+    if any(counts.values()):
+        of_each = f" ({', '.join(f'{name} {count:,}' for name, count in counts.items())})" if len(counts) > 1 else ""
+        return f"  validation  {sum(counts.values()):,} evaluation sequences{of_each}"
+    if settings.chunks_first is not None and any(cache.eval_share for cache in settings.caches.values()):
+        return (
+            "  validation  none yet: the first chunks have no evaluation sequences; it begins with the first that has"
+        )
+    return (
+        "  validation  none: the cache has no evaluation sequences (raise `data.eval_share`, or add text); "
+        "best.ckpt will not be written"
+    )
 
 
 def memory_lines(attention: InfiniAttentionConfig, sequence_length: int) -> list[str]:

@@ -33,3 +33,8 @@ def validate_now(trainer: Trainer) -> None:
     """Let Lightning validate after the micro-batch in hand, which is the last one of the run."""
     trainer.val_check_batch = 1
     trainer._last_val_time = -math.inf  # where the interval is a time
+
+
+def ask_for_sequences_again(trainer: Trainer) -> None:
+    """Let Lightning take up other evaluation sequences when it validates next; it would ask once in an epoch."""
+    trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = -math.inf
