@@ -187,19 +187,38 @@ def test_two_runs_that_start_together_have_folders_of_their_own(place):
         assert len(losses(place, "together", version)) == 2
 
 
+SHARDED = {
+    "class_path": "lightning.pytorch.strategies.ModelParallelStrategy",
+    "init_args": {
+        "data_parallel_size": 2,
+        "tensor_parallel_size": 1,
+        "save_distributed_checkpoint": False,
+        "process_group_backend": "gloo",
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequences", [1, 5])
+def test_ranks_validate_as_one_process_does_however_few_sequences_there_are(place, sequences):
+    limits = ["--trainer.limit_val_batches=1.0", "--trainer.max_steps=2", f"--data.eval_sequences={sequences}"]
+    ways = {
+        "single": ["--data.micro_batch_size=4"],
+        "double": ["--trainer.devices=2"],
+        "shared": ["--trainer.devices=2", f"--trainer.strategy={json.dumps(SHARDED)}"],
+    }
+    found = {}
+    for name, way in ways.items():
+        assert finish(start(place, f"{name}{sequences}", *limits, *way)) == 0
+        with (place / f"{name}{sequences}/version_0/metrics.csv").open() as file:
+            (found[name],) = [float(row["val/loss"]) for row in csv.DictReader(file) if row["val/loss"]]
+    np.testing.assert_allclose([found["double"], found["shared"]], found["single"], rtol=2e-5)
+
+
 @pytest.mark.slow
 def test_a_sharded_model_trains_as_a_whole_one_and_goes_on_with_another_number_of_devices(place):
     """FSDP2 on two processes; its checkpoint is that of the whole model."""
-    strategy = {
-        "class_path": "lightning.pytorch.strategies.ModelParallelStrategy",
-        "init_args": {
-            "data_parallel_size": 2,
-            "tensor_parallel_size": 1,
-            "save_distributed_checkpoint": False,
-            "process_group_backend": "gloo",
-        },
-    }
-    sharded = ["--trainer.devices=2", f"--trainer.strategy={json.dumps(strategy)}"]
+    sharded = ["--trainer.devices=2", f"--trainer.strategy={json.dumps(SHARDED)}"]
     assert finish(start(place, "plain", "--data.micro_batch_size=4", "--trainer.max_steps=18")) == 0
     assert finish(start(place, "sharded", *sharded)) == 0
     np.testing.assert_allclose(losses(place, "sharded"), losses(place, "plain")[:12], rtol=2e-5)

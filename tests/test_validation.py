@@ -1,5 +1,6 @@
 """Laws of validation: when it happens, and on what."""
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -7,6 +8,7 @@ from lightning.pytorch.callbacks import Callback
 from packhorse.cache import open_cache, update_cache
 from packhorse.errors import SettingsError
 from packhorse.training.monitors import RunReport
+from packhorse.training.sampler import FILLER, Rows, share_out
 from test_training import datamodule, module, trainer, write_corpus
 
 
@@ -128,3 +130,45 @@ def test_a_run_beside_a_builder_is_validated_from_the_first_chunk_with_evaluatio
     assert first > 1
     assert steps == list(range(first, end + 1))
     assert data.run.state.caches[0].eval_sequences == data.cache.num_sequences("eval")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [1, 4, 5, 7])
+def test_ranks_evaluate_as_many_micro_batches_each_and_every_sequence_once(room, corpus, count, world_size):
+    data = datamodule(room, corpus)
+    data.prepare_data()
+    data.setup("validate")
+    (cache,) = data.caches.values()
+    numbers = np.stack([np.zeros(count, np.int64), np.arange(count)], axis=1)
+    shares = [share_out(numbers, rank, world_size, micro_batch=2) for rank in range(world_size)]
+    assert len({tuple(map(len, share)) for share in shares}) == 1, "ranks would wait for each other"
+    rows = Rows({0: cache}, "eval")
+    labels = [row for share in shares for batch in share for row in rows[batch]["labels"]]
+    counted = [row.tolist() for row in labels if (row >= 0).any()]
+    assert sorted(counted) == sorted(rows[np.arange(count)]["labels"].tolist())
+    assert len(labels) - len(counted) == -count % world_size
+
+
+def test_rows_that_only_keep_ranks_in_step_change_no_loss(room, corpus, tmp_path):
+    data, model, run = datamodule(room, corpus), module(), trainer(tmp_path, limit_val_batches=None)
+    run.validate(model, datamodule=data, verbose=False)
+    numbers, rows = np.array([[0, 2], [0, FILLER], [0, 0], [0, FILLER]]), data.rows("eval")
+    with torch.no_grad():
+        mixed, alone = (model(model.on_before_batch_transfer(rows[each], 0)) for each in (numbers, numbers[::2]))
+    assert mixed[1] == alone[1] > 0
+    torch.testing.assert_close(mixed[0], alone[0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("function", ["validate", "test"])
+def test_where_there_is_no_evaluation_text_nothing_is_measured_in_silence(corpus, tmp_path, function):
+    run, data = trainer(tmp_path, limit_val_batches=None), datamodule(tmp_path, corpus, eval_share=0)
+    with pytest.raises(SettingsError, match=r"(?s)no evaluation text.*eval_share"):
+        getattr(run, function)(module(), datamodule=data, verbose=False)
+
+
+@pytest.mark.parametrize("function", ["test", "predict"])
+def test_what_needs_a_whole_model_is_refused_where_it_would_be_sharded(room, corpus, tmp_path, function):
+    model = module()
+    model._device_mesh = object()  # as ModelParallelStrategy does
+    with pytest.raises(SettingsError, match=f"(?s)`{function}` needs the whole model.*Leave the strategy"):
+        getattr(trainer(tmp_path), function)(model, datamodule=datamodule(room, corpus))

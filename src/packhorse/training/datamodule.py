@@ -28,7 +28,7 @@ from packhorse.training.plan import RunPlan
 from packhorse.training.ranks import keep_failure, share_failure
 from packhorse.training.resume import Change, align_loops
 from packhorse.training.run import Run
-from packhorse.training.sampler import Rows, TrainLoader, TrainSampler
+from packhorse.training.sampler import Rows, TrainLoader, TrainSampler, share_out
 from packhorse.training.state import RunState, check_snapshot
 from packhorse.training.trainer_limits import check_limits
 from packhorse.training.validation import ask_for_sequences_again, count_over_the_run
@@ -360,9 +360,11 @@ class TokenDataModule(LightningDataModule):
             if count
         ]
         if not places:
+            if trainer.state.fn != TrainerFn.FITTING:
+                raise SettingsError(
+                    "There is no evaluation text, so there is nothing to measure.\nSet `data.eval_sequences` and "
+                    "`data.eval_share` above 0 (a share makes another cache), or add text."
+                )
             return []
-        mine = np.concatenate(places)[trainer.global_rank :: trainer.world_size]
-        size = self.settings.micro_batch_size
-        return DataLoader(
-            rows, sampler=[mine[start : start + size] for start in range(0, len(mine), size)], batch_size=None
-        )
+        share = trainer.global_rank, trainer.world_size, self.settings.micro_batch_size
+        return DataLoader(rows, sampler=share_out(np.concatenate(places), *share), batch_size=None)

@@ -161,6 +161,7 @@ class LanguageModule(LightningModule):
             self._compiled = torch.compile(self.model.model.forward, backend=self.compile_backend, dynamic=False)
 
         if getattr(self, "_device_mesh", None) is not None:  # only ModelParallelStrategy has one
+            _check_sharded(self.trainer.state.fn)
             self._forward = shard(self.model, self.device_mesh, self._summed_loss)
 
     def configure_callbacks(self) -> list[Callback]:
@@ -378,6 +379,15 @@ class LanguageModule(LightningModule):
             return total, total
         full = data.settings.full_dataset_sequences
         return data.plan.steps, data.plan.steps if full is None else data.plan.of_full_data(full)
+
+
+def _check_sharded(function: TrainerFn) -> None:
+    """What reads a model again and again in ways of its own, on each rank as its text demands, needs all of it."""
+    if function in (TrainerFn.TESTING, TrainerFn.PREDICTING):
+        raise SettingsError(
+            f"`{function.value}` needs the whole model on each device, not parts of it.\nLeave the strategy "
+            "(`ModelParallelStrategy`) out, with `trainer.devices: 1` if need be; `validate` and `fit` work with it."
+        )
 
 
 def _said_once(settings: InfiniAttentionConfig, name: str, value: float | None, default: float) -> float:

@@ -9,12 +9,31 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from packhorse.cache import Cache
-from packhorse.training.batches import derive
+from packhorse.training.batches import IGNORE_INDEX, derive
 from packhorse.training.mixture import RunOrder
 from packhorse.training.order import micro_batch_positions
 
 LOOK_AHEAD = 4_096
 """Positions that are looked up at once: after several growths a single one costs twenty times as much."""
+
+
+FILLER = -1
+"""The number of a sequence that only keeps the ranks in step: none of its labels counts."""
+
+
+def share_out(numbers: np.ndarray, rank: int, world_size: int, micro_batch: int) -> list[np.ndarray]:
+    """The micro-batches of one rank that evaluates; all ranks get as many, or they would wait for each other for ever.
+
+    Args:
+        numbers: int64 [n, 2] of (cache, sequence number), n > 0; where they run out, fillers take their place.
+        rank: This process.
+        world_size: All processes.
+        micro_batch: Sequences in a micro-batch.
+    """
+    fillers = np.full((-len(numbers) % world_size, 2), FILLER)
+    fillers[:, 0] = numbers[0, 0]
+    mine = np.concatenate([numbers, fillers])[rank::world_size]
+    return [mine[start : start + micro_batch] for start in range(0, len(mine), micro_batch)]
 
 
 class Rows(Dataset):
@@ -31,7 +50,7 @@ class Rows(Dataset):
         """Time spent in reading."""
 
     def __getitem__(self, numbers: np.ndarray) -> dict[str, torch.Tensor]:
-        """A batch of these sequences: int64 [n, 2] of (cache, sequence number), or [n] of the first of them.
+        """A batch of these sequences: int64 [n, 2] of (cache, sequence number or `FILLER`), or [n] of the first cache.
 
         Returns:
             int64 [B, T] each: input_ids, position_ids (restarting with every piece), labels (-100 for none).
@@ -41,13 +60,14 @@ class Rows(Dataset):
         if numbers.ndim == 1:
             numbers = np.stack([np.full_like(numbers, next(iter(self.caches))), numbers], axis=1)
         parts = {cache: numbers[:, 0] == cache for cache in np.unique(numbers[:, 0]).tolist()}
-        read = {cache: self._read(cache, numbers[mine, 1]) for cache, mine in parts.items()}
+        read = {cache: self._read(cache, np.maximum(numbers[mine, 1], 0)) for cache, mine in parts.items()}
         (batch, *others) = read.values()
         if others:
             batch = {name: np.empty((len(numbers), array.shape[1]), array.dtype) for name, array in batch.items()}
             for cache, mine in parts.items():
                 for name in batch:
                     batch[name][mine] = read[cache][name]
+        batch["labels"][numbers[:, 1] == FILLER] = IGNORE_INDEX
         self.seconds += time.monotonic() - start
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
