@@ -564,6 +564,13 @@ def test_a_run_saves_when_it_is_told_to_and_every_500_steps_otherwise(config, ar
     assert recovery._save_on_train_epoch_end is at_ends_of_epochs
 
 
+@pytest.mark.parametrize("command", ["preview", "fit"])
+def test_limits_that_a_run_cannot_keep_to_are_refused_by_a_preview_too(config, command, capsys):
+    limits = ["--trainer.limit_train_batches=5", "--trainer.accumulate_grad_batches=4"]
+    assert main([command, "--config", str(config), *limits]) == 2
+    assert "no whole number of steps" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", ["--trainer.enable_checkpointing=false", "--trainer.fast_dev_run=true"])
 def test_a_run_that_saves_nothing_trains_and_reports(config, tmp_path, capsys, arguments):
     logger = json.dumps({"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(tmp_path)}})

@@ -19,6 +19,7 @@ from packhorse.corpus.sources import Deferred, Files, Source
 from packhorse.corpus.tokenizer import TokenizerContent, locate_tokenizer, read_tokenizer
 from packhorse.errors import CacheIncompleteError, SourceError, TokenizerError
 from packhorse.training.telling import memory_lines, weight_of
+from packhorse.training.trainer_limits import check_limits
 
 DOCUMENTS = 3
 PLACES = 60
@@ -32,6 +33,7 @@ def preview(cli: Any) -> int:
         cli: A parsed command line: its DataModule, module and Trainer were made, but nothing was run.
     """
     settings = cli.datamodule.settings
+    check_limits(cli.trainer, settings, cli.model.schedule_settings)
     sources = {name: each.open_sources() for name, each in settings.caches.items()}
     content = _tokenizer(settings.cache, sources[next(iter(sources))])
     engine = Reference(content.json, settings.split_special_tokens) if content.json else None
