@@ -80,7 +80,7 @@ class BuildsLater:
 
 
 def run_and_say(data, folder, capfd, *, start=None, **settings) -> tuple[list[int], str]:
-    seen, values = Validated(), {"max_epochs": 3, "val_check_interval": 5, "limit_val_batches": None, **settings}
+    seen, values = Validated(), {"max_epochs": 1, "limit_val_batches": None, **settings}
     run = trainer(folder, callbacks=[seen, RunReport()], **values)
     run.fit(module(), datamodule=data, ckpt_path=start)
     run.save_checkpoint(folder / "saved.ckpt")
@@ -97,7 +97,7 @@ def run_and_say(data, folder, capfd, *, start=None, **settings) -> tuple[list[in
     ],
 )
 def test_a_run_that_will_not_be_validated_says_so_first(corpus, tmp_path, capfd, data, limits, reason):
-    steps, said = run_and_say(datamodule(tmp_path, corpus, **data), tmp_path, capfd, max_epochs=1, **limits)
+    steps, said = run_and_say(datamodule(tmp_path, corpus, **data), tmp_path, capfd, **limits)
     assert steps == []
     assert f"validation  none: {reason}; best.ckpt will not be written" in said.partition("Report")[0]
 
@@ -110,11 +110,20 @@ def test_a_run_that_began_without_evaluation_text_is_validated_when_the_data_hav
     assert run_and_say(few, tmp_path, capfd)[0] == []
     more = datamodule(tmp_path, corpus, on_growth=on_growth)
     saved = str(tmp_path / "saved.ckpt")
-    steps, said = run_and_say(more, tmp_path, capfd, start=saved, max_epochs=4)
+    steps, said = run_and_say(more, tmp_path, capfd, start=saved, max_epochs=2)
     known = torch.load(saved, weights_only=True)["TokenDataModule"]["caches"][0]["eval_sequences"]
     assert bool(steps) == bool(known) == (on_growth == "adopt")
     assert ("validation  none" in said) == (on_growth == "pin")
     assert known in (0, open_cache(more.settings.cache).num_sequences("eval"))
+
+
+def test_a_checkpoint_of_a_run_without_evaluation_text_is_validated_on_what_there_is_now(corpus, tmp_path, capfd):
+    run_and_say(datamodule(tmp_path, corpus, max_documents=10), tmp_path, capfd)
+    data = datamodule(tmp_path, corpus)
+    validation = trainer(tmp_path, limit_val_batches=None)
+    validation.validate(module(), data, ckpt_path=str(tmp_path / "saved.ckpt"), verbose=False)
+    assert data.validation_sequences() == {"hills": data.cache.num_sequences("eval")}
+    assert "val/loss" in validation.callback_metrics
 
 
 def test_a_run_beside_a_builder_is_validated_from_the_first_chunk_with_evaluation_text_on(
@@ -123,7 +132,7 @@ def test_a_run_beside_a_builder_is_validated_from_the_first_chunk_with_evaluatio
     monkeypatch.setattr("packhorse.training.datamodule.BackgroundBuilder", BuildsLater)
     monkeypatch.setattr("packhorse.training.datamodule.EVERY_STEPS", 1)
     data = datamodule(tmp_path, corpus, start_after_chunks=1, sequences_per_chunk=10, packing="concat")
-    steps, said = run_and_say(data, tmp_path, capfd, max_epochs=1, val_check_interval=1)
+    steps, said = run_and_say(data, tmp_path, capfd, val_check_interval=1)
     assert "validation  none yet: the first chunks have no evaluation sequences" in said
     assert "evaluation sequences from now on" in said
     (first, *_), end = steps, data.plan.steps
