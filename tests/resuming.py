@@ -197,6 +197,8 @@ def fake_trainer(rank: int, world_size: int, accumulation: int, step: int) -> Si
         global_step=step,
         accumulate_grad_batches=accumulation,
         limit_train_batches=1.0,
+        overfit_batches=0,
+        callbacks=[],
         max_epochs=EPOCHS,
         max_steps=-1,
         fit_loop=loop,
