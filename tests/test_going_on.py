@@ -84,6 +84,14 @@ def test_a_checkpoint_of_another_program_is_refused_in_words(room, tmp_path):
         run(room, tmp_path, start=str(tmp_path / "other.ckpt"))
 
 
+@pytest.mark.parametrize("name", ["auto", "last"])
+def test_a_run_whose_checkpoints_are_at_an_address_never_begins_anew_without_a_word(tmp_path, name):
+    runs = runs_folder(trainer(tmp_path, callbacks=[recovery(dirpath="memory://runs")], enable_checkpointing=True))
+    with pytest.raises(SettingsError, match="kept at an address"):
+        find_checkpoint(name, runs)
+    assert find_checkpoint("memory://runs/last.ckpt", runs) == "memory://runs/last.ckpt"
+
+
 def test_a_run_without_a_recovery_checkpoint_tells_of_the_one_it_has(room, tmp_path, capfd):
     run(room, tmp_path / "runs", ModelCheckpoint(tmp_path / "own", save_last=True), RunReport())
     assert f"--ckpt_path {tmp_path / 'own/last.ckpt'}" in capfd.readouterr().err

@@ -48,20 +48,27 @@ def resolve_checkpoint(name: str, runs: Path, *, goes_on: bool = False) -> Path:
     return path if is_transformers_folder(path) else _newest(path, name, goes_on)
 
 
-def find_checkpoint(name: str, runs: Path, *, goes_on: bool = True) -> str | None:
+def find_checkpoint(name: str, runs: Path | None, *, goes_on: bool = True) -> str | None:
     """The checkpoint that a command of the Trainer begins with; `auto` is `last`, or None when there is none yet.
 
     Args:
         name: As for `resolve_checkpoint`, `auto`, or an address with `://`, which is left as it is.
-        runs: The folder of this run and its earlier versions.
+        runs: The folder of this run and its earlier versions; None if they are not in a folder.
         goes_on: Whether a run goes on from it; otherwise weights are enough.
 
     Raises:
-        SettingsError: there is none.
+        SettingsError: there is none, or nobody can look for it.
         CheckpointError: it is not of a Packhorse run, or holds too little.
     """
     if "://" in name:
         return name
+    if runs is None:
+        if name in ("auto", *NEWEST):
+            raise SettingsError(
+                f"`--ckpt_path {name}` looks in folders, but the checkpoints of this run are kept at an address.\n"
+                "Give that of one of them, or set `checkpoint.dirpath` to a folder."
+            )
+        runs = Path()
     if name == "auto":
         try:
             return str(_newest(runs, "last", goes_on))

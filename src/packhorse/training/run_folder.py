@@ -27,11 +27,11 @@ def claim_run_folder(trainer: Trainer) -> None:
             logger._version = claimed[folder]
 
 
-def runs_folder(trainer: Trainer) -> Path:
-    """The folder of this run and its earlier versions."""
+def runs_folder(trainer: Trainer) -> Path | None:
+    """The folder of this run and its earlier versions; None if they are kept at an address, such as s3://..."""
     for callback in recovery_of(trainer):
         if callback.dirpath:
-            return Path(callback.dirpath)
+            return None if "://" in str(callback.dirpath) else Path(callback.dirpath)
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger | CSVLogger):
             return Path(logger.root_dir)
