@@ -4,6 +4,7 @@ import bz2
 import functools
 import gzip
 import json
+import logging
 import lzma
 import os
 import time
@@ -491,6 +492,33 @@ def test_a_hub_data_set_is_kept_in_the_download_folder_and_asked_for_again(build
     with pytest.raises(SourceError, match="the line is dead"):
         build({**spec, "data_files": [path]}, download_retries=1, name="other")
     assert len(calls) == 2
+
+
+def test_a_name_that_may_be_a_mistyped_path_is_told_so_before_the_hub_is_asked_in_silence(monkeypatch, caplog):
+    import datasets
+    import huggingface_hub.constants as constants
+
+    from packhorse.corpus import hub
+
+    def load(path, split, streaming):
+        client = logging.getLogger("huggingface_hub.utils._http")
+        client.warning("'[Errno -2]' thrown while requesting HEAD https://huggingface.co/x")
+        client.warning("Retrying in 8s [Retry 5/5].")
+        client.warning("Something else")
+        raise ConnectionError("there is no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub.time, "sleep", lambda seconds: None)
+    (source,) = open_sources("my-own/texts", downloads=hub.Downloads(retries=1))
+    with pytest.raises(SourceError, match="nor can it be loaded"):
+        source.open()
+    assert [record.getMessage() for record in caplog.records] == [
+        "my-own/texts is no local path: trying the Hugging Face hub.",
+        "Something else",
+        "The Hugging Face hub cannot be reached (ConnectionError): trying again in 1 s.",
+        "Something else",
+    ]
 
 
 def test_streaming_may_be_set_for_all_hub_data_sets_and_again_for_each():

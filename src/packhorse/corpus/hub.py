@@ -5,9 +5,12 @@
 
 import inspect
 import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from packhorse.corpus.documents import Reading
@@ -49,6 +52,8 @@ def load_data_set(arguments: dict[str, Any], downloads: Downloads, streaming: bo
     known = set(inspect.signature(datasets.load_dataset).parameters)
     if unknown := set(arguments) - known:
         raise SourceError(f"`datasets.load_dataset` has no argument {', '.join(sorted(unknown))}.")
+    if _is_like_a_path(arguments) and not constants.HF_HUB_OFFLINE:
+        _tell_once(f"{arguments['path']} is no local path: trying the Hugging Face hub.")
     try:
         return _again(lambda: datasets.load_dataset(**arguments, streaming=streaming), downloads.retries)
     except Exception as error:  # network, name, configuration and format errors of several libraries
@@ -59,22 +64,52 @@ def load_data_set(arguments: dict[str, Any], downloads: Downloads, streaming: bo
         ) from None
 
 
+def _is_like_a_path(arguments: dict[str, Any]) -> bool:
+    """A name with an owner may be a path with a typing error, unless it comes with files of its own."""
+    return "/" in arguments["path"] and "data_files" not in arguments and not os.path.exists(arguments["path"])
+
+
+@cache
+def _tell_once(text: str) -> None:
+    logging.getLogger(__name__).warning(text)
+
+
 def _again(load: Callable[[], Any], retries: int) -> Any:
     """What `load` gives, tried again when the network fails; what was downloaded before stays."""
     from huggingface_hub import constants
 
     for attempt in range(retries):
         try:
-            return load()
+            with _our_retries_only():
+                return load()
         except Exception as error:
             # By name: the hub's client changes the library that it speaks HTTP with.
             names = {kind.__name__ for kind in type(error).__mro__}
             if constants.HF_HUB_OFFLINE or not names & {"ConnectionError", "TimeoutError", "TransportError"}:
                 raise
             seconds = min(2**attempt, 60)
-            logging.getLogger(__name__).warning("%s: trying again in %d s.", type(error).__name__, seconds)
+            logging.getLogger(__name__).warning(
+                "The Hugging Face hub cannot be reached (%s): trying again in %d s.", type(error).__name__, seconds
+            )
             time.sleep(seconds)
-    return load()
+    with _our_retries_only():
+        return load()
+
+
+@contextmanager
+def _our_retries_only() -> Iterator[None]:
+    """Keep the hub's client from telling of each of its own tries, six in each of ours."""
+
+    def is_news(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        return " thrown while requesting " not in message and not message.startswith("Retrying in ")
+
+    logger = logging.getLogger("huggingface_hub.utils._http")
+    logger.addFilter(is_news)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_news)
 
 
 def columns_read(reading: Reading) -> list[str]:
