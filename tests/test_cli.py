@@ -480,6 +480,21 @@ def test_auto_begins_a_run_where_there_is_none(config, tmp_path, capsys):
     assert (tmp_path / "logs/lightning_logs/version_1/checkpoints/step=00000002.ckpt").exists()
 
 
+def test_a_run_that_cannot_go_on_is_refused_before_a_cache_is_built(config, tmp_path, capsys):
+    assert main(["fit", "--config", str(config)]) == 0
+    before = files(tmp_path / "cache")
+    again = ["fit", "--config", str(config), f"--ckpt_path={tmp_path / 'run/checkpoints/last.ckpt'}"]
+    for arguments, message in (
+        (["--data.sequence_length=16"], "The tokenizer, `sequence_length`, `packing` or another setting"),
+        ([f"--data.tokenizer={tmp_path / 'b'}", "--data.train_tokenizer=280"], "in the checkpoint 300, configured 280"),
+        (["--model.config={hidden_size: 64}"], "hidden_size: in the checkpoint 32, configured 64"),
+    ):
+        capsys.readouterr()
+        assert main([*again, *arguments]) == 2
+        assert message in capsys.readouterr().err
+        assert {path for path in files(tmp_path / "cache") - before if "tokenizers" not in path.parts} == set()
+
+
 def test_memory_that_is_full_is_explained_with_what_helps(config, monkeypatch, capsys):
     def full(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")

@@ -16,7 +16,12 @@ from packhorse.training.state import RunState, Snapshots, StageStart, begin_run
 
 
 def snapshot(
-    sequences: int, name: str = "web", chunks: int | None = None, origin: str = "a", eval_sequences: int = 7
+    sequences: int,
+    name: str = "web",
+    chunks: int | None = None,
+    origin: str = "a",
+    eval_sequences: int = 7,
+    recipe: str = "",
 ) -> Snapshots:
     return Snapshots(
         name=name,
@@ -24,6 +29,7 @@ def snapshot(
         sequences=sequences,
         eval_sequences=eval_sequences,
         digests=lambda n: f"{origin}{n:063d}",
+        recipe=recipe,
     )
 
 
@@ -139,6 +145,15 @@ def test_validation_stays_on_the_first_evaluation_sequences_that_a_run_had():
     for step, (sequences, there, known) in enumerate([(50, 0, 0), (60, 3, 3), (80, 9, 3)], start=1):
         state = reloaded(state.with_snapshot(snapshot(sequences, eval_sequences=there), step), step)
         assert state.caches[0].eval_sequences == known
+
+
+def test_a_cache_of_another_recipe_is_told_from_one_that_shrank():
+    # A checkpoint that does not know its recipe learns it.
+    state = reloaded(begin(100).with_snapshot(snapshot(110, recipe="short"), 3), 3)
+    with pytest.raises(SnapshotMismatch, match=r"its recipe is long, in the checkpoint short.*`sequence_length`"):
+        state.with_snapshot(snapshot(90, recipe="long"), 3)
+    with pytest.raises(SnapshotMismatch, match="it shrank"):
+        state.with_snapshot(snapshot(90, recipe="short"), 3)
 
 
 @pytest.mark.parametrize("damage", [{"format": 2}, {"caches": []}, {"batches": [[5, 0, 8]]}, {"seed": None}])

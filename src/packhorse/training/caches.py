@@ -38,6 +38,7 @@ def snapshots_of(name: str, cache: Cache) -> Snapshots:
         sequences=cache.num_sequences("train"),
         eval_sequences=cache.num_sequences("eval"),
         digests=cache.snapshot.digest_of,
+        recipe=cache.recipe.id,
     )
 
 

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import set_parsing_settings
@@ -18,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 
 from packhorse.cache.data_settings import name_sources
 from packhorse.errors import PackhorseError, SettingsError
+from packhorse.training.checkpoint_io import read_outline
 from packhorse.training.checkpoints import BestCheckpoint, RecoveryCheckpoint
 from packhorse.training.datamodule import TokenDataModule
 from packhorse.training.failures import explained
@@ -110,7 +112,9 @@ class PackhorseCLI(LightningCLI):
         arguments = super()._prepare_subcommand_kwargs(subcommand)
         if arguments.get("ckpt_path"):
             runs, goes_on = runs_folder(self.trainer), subcommand == "fit"
-            arguments["ckpt_path"] = find_checkpoint(arguments["ckpt_path"], runs, goes_on=goes_on)
+            path = arguments["ckpt_path"] = find_checkpoint(arguments["ckpt_path"], runs, goes_on=goes_on)
+            if path and goes_on and "://" not in path:
+                self.datamodule.will_go_on(read_outline(Path(path)) or {})
         return arguments
 
     def _parse_ckpt_path(self) -> None:

@@ -1,11 +1,18 @@
-"""A checkpoint's model against the configured one: what cannot go on is refused in words, before its weights load."""
+"""A checkpoint against the configuration: what cannot go on is refused in words, before its weights load.
 
-from collections.abc import Mapping
+Where the checkpoint is known early enough, that is before the caches are built, which may take hours.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+from packhorse.cache import DataSettings
+from packhorse.cache.recipe import make_recipe
+from packhorse.cache.tokenizers import resolve_tokenizer
 from packhorse.errors import CheckpointError
+from packhorse.training.state import CacheState, check_recipe
 
 SHAPES = (
     "model_type",
@@ -65,6 +72,33 @@ def check_shapes(saved: dict[str, Any], config: PreTrainedConfig) -> None:
             "Take the configuration that was saved beside the checkpoint (`--config RUN/config.yaml`), or begin a new "
             "run without `--ckpt_path`."
         )
+
+
+def check_before_building(
+    saved: dict[str, Any],
+    known: Sequence[CacheState],
+    settings: DataSettings,
+    make_config: Callable[[int], PreTrainedConfig],
+) -> None:
+    """Refuse a checkpoint of another model, or of caches of other recipes, than those that would be built.
+
+    Args:
+        saved: The configuration of its model.
+        known: The caches of its run.
+        settings: The `data:` group.
+        make_config: Size of a vocabulary -> the configuration of the model.
+
+    Raises:
+        CheckpointError: It is of another model.
+        SnapshotMismatch: It is of another cache.
+    """
+    tokenizer, _ = resolve_tokenizer(settings.cache)
+    check_shapes(saved, make_config(tokenizer.vocab_size))
+    wanted = {name: make_recipe(each, tokenizer).id for name, each in settings.caches.items()}
+    for cache in known:
+        # If there is one, its name may be another for the same thing.
+        alone = next(iter(wanted.values())) if len(known) == len(wanted) == 1 else ""
+        check_recipe(cache, alone or wanted.get(cache.name, ""))
 
 
 def hyperparameters(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ trained on before, not on ranks, workers, micro batch or accumulation; a checkpo
 """
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from packhorse.cache.tokenizers import resolve_tokenizer
 from packhorse.cache.update import build_selection
 from packhorse.errors import CacheIncompleteError, SettingsError, SnapshotMismatch, TokenizerError
 from packhorse.training.caches import open_caches, snapshots_of
+from packhorse.training.compatibility import check_before_building
 from packhorse.training.live import EVERY_STEPS, POLL_SECONDS, LiveCaches, set_epoch_length
 from packhorse.training.mixture import RunOrder
 from packhorse.training.plan import RunPlan
@@ -57,6 +59,7 @@ class TokenDataModule(LightningDataModule):
         """The caches of which `prepare_data` had to build something."""
         self._started: float | None = None
         self._known: RunState | None = None
+        self._to_come: Mapping[str, Any] = {}
         self._must_align = False
         self._builder: BackgroundBuilder | None = None
         self._live: LiveCaches | None = None
@@ -77,6 +80,7 @@ class TokenDataModule(LightningDataModule):
             module = self.trainer.lightning_module
             check_limits(self.trainer, self.settings, getattr(module, "schedule_settings", None))
         self._check_vocabulary()
+        self._check_checkpoint()
         first, settings = self.settings.chunks_first, list(self.settings.caches.values())
         selection = Selection() if first is None else Selection(end_chunk=first - 1)
         caches, integrities = zip(*(build_selection(each, selection) for each in settings), strict=True)
@@ -113,6 +117,11 @@ class TokenDataModule(LightningDataModule):
     def on_exception(self, exception: BaseException) -> None:
         """End the builder; temporary caches stay for when the run goes on."""
         self._let_go(remove=False)
+
+    def will_go_on(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take notice of the checkpoint that `fit` will get: what does not fit to it is not built."""
+        # Not all of it: its tensors would keep the file open.
+        self._to_come = {key: checkpoint[key] for key in ("packhorse", type(self).__qualname__) if key in checkpoint}
 
     def state_dict(self) -> dict[str, Any]:
         """What of the data the run has used, by its completed optimizer steps."""
@@ -339,6 +348,14 @@ class TokenDataModule(LightningDataModule):
                 f"vocabulary has {size:,} entries.\nLeave `vocab_size` out (it follows the tokenizer), or take the "
                 "model's own tokenizer."
             )
+
+    def _check_checkpoint(self) -> None:
+        """A run that cannot go on is found before hours of building, too."""
+        if self._to_come and self.trainer is not None:
+            data = self._to_come.get(type(self).__qualname__)
+            known = RunState.from_dict(data).caches if data else ()
+            make_config = self.trainer.lightning_module.make_config
+            check_before_building(self._to_come["packhorse"]["config"], known, self.settings, make_config)
 
     def _check_utilisation(self) -> None:
         """Padding that nobody notices costs as much as real tokens."""

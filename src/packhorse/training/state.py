@@ -31,6 +31,8 @@ class CacheState:
     """For each snapshot: (sequences of this cache consumed when it was adopted, its train sequences)."""
     eval_sequences: int
     """Of the first snapshot that had any: validation stays on them."""
+    recipe: str = ""
+    """Its id; older checkpoints do not know it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,8 @@ class Snapshots:
     eval_sequences: int
     digests: Any
     """Number of chunks -> digest of that snapshot, for every snapshot that the cache went through."""
+    recipe: str = ""
+    """Its id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +128,7 @@ class RunState:
             digest=snapshot.digests(snapshot.num_chunks),
             history=order.orders[number].history,
             eval_sequences=known.eval_sequences or snapshot.eval_sequences,
+            recipe=snapshot.recipe,
         )
         return replace(self, caches=(*self.caches[:number], grown, *self.caches[number + 1 :]))
 
@@ -241,11 +246,12 @@ def check_snapshot(known: CacheState, snapshot: Snapshots) -> None:
     Raises:
         SnapshotMismatch: The snapshot of the checkpoint is not the beginning of what is on disk.
     """
+    check_recipe(known, snapshot.recipe)
     if snapshot.num_chunks < known.num_chunks:
         raise SnapshotMismatch(
             f"The cache {snapshot.name} has {snapshot.num_chunks:,} chunks, but the checkpoint was trained on "
-            f"{known.num_chunks:,}: it shrank.\nBring the missing ones back (`packhorse cache build` with the settings "
-            "of that run), or start a new run."
+            f"{known.num_chunks:,}: it shrank, or it is another one, of another source.\nBring the missing ones back "
+            "(`packhorse cache build` with the settings of that run), or start a new run."
         )
     digest = snapshot.digests(known.num_chunks)
     if digest != known.digest:
@@ -253,6 +259,25 @@ def check_snapshot(known: CacheState, snapshot: Snapshots) -> None:
             f"The cache {snapshot.name} is not the one that the checkpoint was trained on: its first "
             f"{known.num_chunks:,} chunks have the digest {digest[:12]}, in the checkpoint {known.digest[:12]}.\n"
             "Point `cache_dir` to the cache of that run, or start a new run."
+        )
+
+
+def check_recipe(known: CacheState, recipe: str) -> None:
+    """Refuse a cache of another recipe than the run was trained on, whether it is built or not.
+
+    Args:
+        known: What the checkpoint says.
+        recipe: The id of the recipe that is asked for.
+
+    Raises:
+        SnapshotMismatch: It is another one.
+    """
+    if known.recipe and recipe and known.recipe != recipe:
+        raise SnapshotMismatch(
+            f"The cache {known.name} is not the one that the checkpoint was trained on: its recipe is {recipe}, in the "
+            f"checkpoint {known.recipe}. The tokenizer, `sequence_length`, `packing` or another setting of how text "
+            "becomes sequences is another.\nTake the configuration that was saved beside the checkpoint "
+            "(`--config RUN/config.yaml`), or start a new run."
         )
 
 
@@ -271,6 +296,7 @@ def _first(snapshot: Snapshots) -> CacheState:
         digest=snapshot.digests(snapshot.num_chunks),
         history=((0, snapshot.sequences),),
         eval_sequences=snapshot.eval_sequences,
+        recipe=snapshot.recipe,
     )
 
 
