@@ -161,7 +161,9 @@ def write_tree(tree: Tree, root: Path, target: Path) -> None:
 
 
 def _is_settled(name: str, folder: str) -> bool:
-    return name.startswith(f"{folder}/") and ".tmp-" not in name and "/claims" not in name
+    # What a dead repair left of its scratch is of no use to anybody.
+    is_left = any(part in name for part in (".tmp-", "/claims", "/spool/repair-"))
+    return name.startswith(f"{folder}/") and not is_left
 
 
 def _apply(change: Change, names: Change) -> None:
