@@ -1,6 +1,7 @@
 """Laws of the command line: exit statuses, messages, and what is not written."""
 
 import csv
+import gc
 import json
 import re
 import signal
@@ -54,6 +55,19 @@ def config(tmp_path, corpus):
 
 def build(config: Path, *arguments: str) -> int:
     return main(["cache", "build", "--config", str(config), *arguments])
+
+
+def test_garbage_is_looked_for_again_after_the_imports():
+    with imports():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with imports():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_fit_validate_and_predict_take_one_configuration(config, tmp_path, capsys):

@@ -44,17 +44,20 @@ def main(arguments: list[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     from packhorse.errors import PackhorseError
+    from packhorse.start import imports
 
     try:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
             print(HELP)
             return 0
         if arguments[0] == "cache":
-            from packhorse.cache.commands import run_cache_command
+            with imports():
+                from packhorse.cache.commands import run_cache_command
 
             return run_cache_command(arguments[1:])
         if arguments[0] in EVALUATION_COMMANDS:
-            from packhorse.training.evaluate import run_evaluation_command
+            with imports():
+                from packhorse.training.evaluate import run_evaluation_command
 
             return run_evaluation_command(arguments)
         if arguments[0] == "health":
@@ -68,7 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
             meant = f" Did you mean {near}?" if near else f"\n\n{HELP}"
             print(f"There is no command {arguments[0]!r}.{meant}", file=sys.stderr)
             return 2
-        from packhorse.training.cli import run_training_command
+        with imports():
+            from packhorse.training.cli import run_training_command
 
         return run_training_command(arguments)
     except PackhorseError as error:
