@@ -21,6 +21,7 @@ from packhorse.cache import store
 from packhorse.cache.commands import VERBS
 from packhorse.cli import main
 from packhorse.models import InfiniAttentionConfig
+from packhorse.start import imports
 from packhorse.training import LanguageModule
 from packhorse.training.cli import PackhorseCLI, make_cli
 from packhorse.training.telling import memory_lines
