@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from conftest import make_texts, write_jsonl
+from conftest import make_texts, tiny_data, write_jsonl
 from packhorse.evaluation.perplexity import MemoryLoss, memory_losses, table_lines
 from packhorse.models import InfiniLlamaConfig, InfiniLlamaForCausalLM
 from packhorse.training.batches import derive
@@ -142,16 +142,7 @@ def test_two_processes_tell_what_one_tells(tmp_path):
     """Real processes, gloo: the table of `test`, but for documents that lend each other memories in other batches."""
     write_jsonl(tmp_path / "corpus.jsonl", make_texts(300))
     config = {
-        "data": {
-            "source": str(tmp_path / "corpus.jsonl"),
-            "tokenizer": str(tmp_path / "tokenizer"),
-            "train_tokenizer": 300,
-            "sequence_length": 64,
-            "cache_dir": str(tmp_path / "cache"),
-            "workers": 0,
-            "micro_batch_size": 4,
-            "eval_share": 0.3,
-        },
+        "data": tiny_data(tmp_path, sequence_length=64, micro_batch_size=4, eval_share=0.3),
         "model": {
             "config": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
             "infini_attention": {"segment_length": 8, "balance_init_type": "randn"},

@@ -10,6 +10,7 @@ import torch
 import transformers
 from lightning.pytorch.callbacks import Callback
 
+from conftest import tiny_data
 from packhorse.errors import CacheIncompleteError, CheckpointError, SettingsError, TokenizerError
 from packhorse.models import InfiniAttentionConfig, InfiniLlamaConfig, InfiniLlamaForCausalLM, gate_parameters
 from packhorse.training import LanguageModule, RecoveryCheckpoint, ScheduleSettings, TokenDataModule
@@ -44,18 +45,10 @@ def room(tmp_path_factory, corpus):
 
 def datamodule(folder, corpus, **settings) -> TokenDataModule:
     values = {
-        "source": str(corpus),
-        "tokenizer": str(folder / "tokenizer"),
-        "train_tokenizer": 300,
-        "sequence_length": 32,
-        "cache_dir": str(folder / "cache"),
-        "eval_share": 0.1,
-        "micro_batch_size": 4,
-        "workers": 0,
-        "engine": "hf",
+        **{"source": str(corpus), "eval_share": 0.1, "micro_batch_size": 4, "engine": "hf"},
         **settings,
     }
-    return TokenDataModule(**values)
+    return TokenDataModule(**tiny_data(folder, **values))
 
 
 def module(**settings) -> LanguageModule:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from packhorse.cache import store
 from packhorse.cache.chunk import token_bits
 from packhorse.cache.reader import SequenceReader, Split
 from packhorse.cache.recipe import Recipe, read_identity, tokenizer_json
@@ -259,12 +260,10 @@ def cache_root(settings: CacheSettings) -> Path:
         SettingsError: it can be none.
     """
     path = Path(settings.cache_dir).expanduser()
-    for part in (path, *path.parents):
-        if part.exists() and not part.is_dir():
-            raise SettingsError(
-                f"The `cache_dir` {path} cannot be a folder: {part} is a file.\n"
-                "Name another folder, or move the file away."
-            )
+    if file := store.file_in_the_way(path):
+        raise SettingsError(
+            f"The `cache_dir` {path} cannot be a folder: {file} is a file.\nName another folder, or move the file away."
+        )
     return path.parent if (path / "recipe.json").exists() else path
 
 

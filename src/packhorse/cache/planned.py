@@ -87,7 +87,8 @@ def refuse_other_sources(plan: Plan, sources: list[Source]) -> None:
         files = source.files if isinstance(source, Files) else []
         if source.key in keys or any(f.probe in probes or f.file.path in paths for f in files):
             return
-        if files and any(PlannedFiles(plan, source).before(file) is not None for file in files):
+        planned = PlannedFiles(plan, source) if files else None
+        if any(planned.before(file) is not None for file in files):
             return
     raise SourceError(
         f"The cache {plan.folder} was built from {', '.join(sorted(keys))}; "

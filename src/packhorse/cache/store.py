@@ -100,6 +100,12 @@ def note(path: Path, data: bytes, *, over: bool) -> bool:
                 os.unlink(temporary)
 
 
+def file_in_the_way(path: Path) -> Path | None:
+    """The file that stands where a folder, or one above it, would be; None if there is none."""
+    above = (path, *path.absolute().parents)
+    return next((part for part in above if part.exists() and not part.is_dir()), None)
+
+
 def make_folder(path: Path) -> None:
     """Create a folder and its parents, durably."""
     if path.is_dir():

@@ -242,9 +242,7 @@ class TokenDataModule(LightningDataModule):
         if len(self.caches) > 1 and self.run is not None:
             numbers = self.next_sequences(sequences)
         else:
-            (number, cache), *_ = rows.caches.items()
-            count = min(sequences, cache.num_sequences("train"))
-            numbers = np.stack([np.full(count, number), np.arange(count)], axis=1)
+            numbers = np.arange(min(sequences, self._opened.num_sequences("train")))
         labels = rows[numbers]["labels"].numpy()
         counts = np.bincount(labels[labels >= 0])
         shares = counts[counts > 0] / counts.sum()

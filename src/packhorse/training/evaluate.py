@@ -18,6 +18,7 @@ from typing import Any, get_args, get_origin
 from jsonargparse import set_parsing_settings
 
 from packhorse.cache.progress import say
+from packhorse.cache.store import file_in_the_way
 from packhorse.corpus.passkey import PasskeyText
 from packhorse.errors import SettingsError
 from packhorse.evaluation.benchmarks import BenchmarkSettings, check_lm_eval, run_benchmarks
@@ -210,9 +211,8 @@ def _prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
 
 def _check_folder(folder: Path) -> None:
     """Refuse a folder that cannot be made, before hours of work."""
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir():
-        raise SettingsError(f"{nearest} is a file, so {folder} cannot be a folder. Name another.")
+    if file := file_in_the_way(folder):
+        raise SettingsError(f"{file} is a file, so {folder} cannot be a folder. Name another.")
 
 
 def _label(path: Path) -> str:
