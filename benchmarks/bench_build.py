@@ -30,7 +30,6 @@ same number of tokens, or nothing is reported. The last line is the ratio of the
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -41,7 +40,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 from floor import stage_seconds
-from report import median, print_header, print_result
+from report import as_installed, median, print_header, print_result
 from varied_text import vary
 
 from packhorse.cache import Cache, CacheSettings, staff, update_cache
@@ -243,7 +242,7 @@ def peer_command(options: argparse.Namespace, source: Path, folder: Path) -> lis
 
 
 def run(command: list[str]) -> str:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    environment = {**as_installed(), "HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\nended with status {done.returncode}:\n{done.stderr}")

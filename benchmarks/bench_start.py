@@ -13,7 +13,6 @@ The last line is the ratio of the medians, first step / bare imports.
 """
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ import time
 from pathlib import Path
 
 import lightning
-from report import median, print_header, print_result
+from report import as_installed, median, print_header, print_result
 
 PACKAGES = ("torch", "lightning", "transformers")
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,7 +106,7 @@ def mark(command: list[str], folder: Path) -> tuple[float, list[str]]:
     """Seconds from the start of a process to its line MARK, and all that it printed."""
     start, seconds, lines = time.monotonic(), None, []
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=dict(os.environ))
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=as_installed())
         for line in process.stdout:
             if line.startswith("MARK") and seconds is None:
                 seconds = time.monotonic() - start

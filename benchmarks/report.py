@@ -31,6 +31,11 @@ def print_result(rows: list[str], ratio: float, *packages: str) -> None:
     print(f"ratio={ratio:.3f}", flush=True)
 
 
+def as_installed() -> dict[str, str]:
+    """The environment for a command, where Python keeps what it has compiled: an installed package is compiled."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 def machine() -> str:
     """Model of the processor, and how many cores may be used."""
     name = platform.processor() or platform.machine()

@@ -44,13 +44,14 @@ def main(arguments: list[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     from packhorse.errors import PackhorseError
-    from packhorse.start import imports
+    from packhorse.start import imports, set_up_libraries
 
     try:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
             print(HELP)
             return 0
         if arguments[0] == "cache":
+            set_up_libraries()
             with imports():
                 from packhorse.cache.commands import run_cache_command
 

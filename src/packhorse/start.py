@@ -1,6 +1,7 @@
-"""Imports without searches for garbage."""
+"""A quick start: imports without searches for garbage, and libraries that take no more than a build needs."""
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,3 +17,11 @@ def imports() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def set_up_libraries() -> None:
+    """What the libraries of a `cache` command are to do when they are loaded, unless the user has said otherwise."""
+    # numpy's threads spin when they start, and a build computes nothing that needs them.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Huge pages for Arrow: clearing the first of them takes longer than reading the first chunk.
+    os.environ.setdefault("MIMALLOC_ALLOW_THP", "0")

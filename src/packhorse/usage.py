@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from difflib import SequenceMatcher
 from typing import NoReturn
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, set_parsing_settings
 
 LIKE = 0.6
 """Names that are less like each other (see `SequenceMatcher.ratio`) are not told for one another."""
@@ -34,6 +34,12 @@ class PlainErrors:
 
 class Parser(PlainErrors, ArgumentParser):
     """A parser with such errors."""
+
+
+def read_docstrings(arguments: Iterable[str]) -> None:
+    """Read the docstrings of settings only where they are told: it takes as long as everything else that is parsed."""
+    is_told = any(word == "-h" or "help" in word or "comments" in word for word in arguments)
+    set_parsing_settings(docstring_parse_attribute_docstrings=is_told)
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -43,7 +43,8 @@ def _places(ranges: list[Range], files: dict[int, TextFile]) -> Iterator[tuple[T
         return
     is_filtered = bool(files[ranges[0][0]].filters)
     count = FILTERED_PLACES if is_filtered else 2
-    for place in range(count):
+    # The beginning last: what is read of a file is kept for a moment, and it is built next.
+    for place in reversed(range(count)):
         number, first, stop = ranges[len(ranges) * place // count]
         file, start = files[number], first + (stop - first) * place // count
         if not file.counts_rows and start > first:

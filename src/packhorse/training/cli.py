@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import set_parsing_settings
 from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -30,7 +29,7 @@ from packhorse.training.progress_bar import RunProgressBar
 from packhorse.training.run_folder import claim_run_folder, runs_folder
 from packhorse.training.run_log import RunLog
 from packhorse.training.signals import Stopped, StopSignals
-from packhorse.usage import PlainErrors
+from packhorse.usage import PlainErrors, read_docstrings
 
 COMMANDS = ("fit", "validate", "test", "predict")
 SAVE_EVERY_STEPS = 500
@@ -134,7 +133,7 @@ class SaveRunConfig(SaveConfigCallback):
 def run_training_command(arguments: list[str]) -> int:
     """Run a command that needs Lightning; the result is the exit status."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    read_docstrings(arguments)
     _quieten()
     if arguments[0] == "preview":
         from packhorse.training.preview import preview

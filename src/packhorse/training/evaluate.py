@@ -15,8 +15,6 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from jsonargparse import set_parsing_settings
-
 from packhorse.cache.progress import say
 from packhorse.cache.store import file_in_the_way
 from packhorse.corpus.passkey import PasskeyText
@@ -26,7 +24,7 @@ from packhorse.evaluation.generation import GenerationSettings, generate_text
 from packhorse.evaluation.passkey import PasskeySettings, evaluate_passkey
 from packhorse.evaluation.report import result_lines, write_heat_map, write_json
 from packhorse.training.restore import CheckpointSettings, restore
-from packhorse.usage import Parser
+from packhorse.usage import Parser, read_docstrings
 
 OTHER_NAMES = {
     "checkpoint_path": "ckpt_path",
@@ -43,7 +41,7 @@ OTHER_NAMES = {
 def run_evaluation_command(arguments: list[str]) -> int:
     """Run a command; the result is the exit status."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    read_docstrings(arguments)
     command = COMMANDS[arguments[0]]
     groups = {name: p.annotation for name, p in parameters_of(command).items() if is_dataclass(p.annotation)}
     description = inspect.getdoc(command).split("\n\nArgs:")[0]

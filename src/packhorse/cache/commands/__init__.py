@@ -15,13 +15,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from jsonargparse import ActionConfigFile, Namespace, set_parsing_settings
+from jsonargparse import ActionConfigFile, Namespace
 
 from packhorse.cache.commands.outcome import Outcome
 from packhorse.cache.data_settings import DataSettings, name_sources
 from packhorse.cache.settings import CacheSettings
 from packhorse.errors import PackhorseError, SettingsError
-from packhorse.usage import Parser, nearest
+from packhorse.usage import Parser, nearest, read_docstrings
 
 VERBS = {
     "build": "build the cache, or bring it up to date with its sources",
@@ -49,6 +49,7 @@ def run_cache_command(arguments: list[str]) -> int:
     """Run a verb; the result is the exit status."""
     if not arguments or arguments[0] not in VERBS:
         return _tell_verbs(arguments)
+    read_docstrings(arguments)
     verb = load_verb(arguments[0])
     options = make_parser(verb).parse_args(_spelled(arguments[1:], verb))
     values, status = {}, 0
@@ -77,7 +78,6 @@ def load_verb(name: str) -> Callable[..., Outcome]:
 
 def make_parser(verb: Callable[..., Outcome]) -> Parser:
     """A parser for the `data:` group of a configuration and the options of a verb."""
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
     description = inspect.getdoc(verb).split("\n\nArgs:")[0]
     parser = Parser(prog=f"packhorse cache {verb.__name__.strip('_')}", description=description)
     parser.add_argument(
