@@ -122,7 +122,7 @@ def read_documents(
             elif isinstance(value, str):
                 if not value or value.isspace():
                     skipped.empty += 1
-                elif not value.isascii() and not is_unicode(value):
+                elif not file.counts_rows and not value.isascii() and not is_unicode(value):  # tables have UTF-8
                     skipped.invalid += 1
                 else:
                     rows.append(row)

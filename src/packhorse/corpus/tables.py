@@ -192,7 +192,7 @@ def _large_group(
 
 
 def to_python(column) -> list:
-    """The cells of a column: texts, arrays, None; what is not UTF-8 comes as a text with lone surrogates."""
+    """The cells of a column: texts, arrays, None; what is not UTF-8 comes as bytes."""
     import pyarrow as pa
 
     kind = column.type
@@ -239,5 +239,8 @@ def _is_binary(kind) -> bool:
     return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
 
 
-def _decode(data: bytes | None) -> str | None:
-    return None if data is None else data.decode("utf-8", "surrogateescape")
+def _decode(data: bytes | None) -> str | bytes | None:
+    try:
+        return None if data is None else data.decode()
+    except UnicodeDecodeError:
+        return data

@@ -63,13 +63,12 @@ def tokenize(
         before, after = (None, None) if batch.is_final else (bos_id, eos_id)
         if batch.texts is not None:
             assert engine is not None
-            data = [text.encode() for text in batch.texts]
-            text_bytes = sum(map(len, data))
             ids, ends = engine.encode(batch.texts)
+            data = [text.encode() for text in batch.texts]  # after the engine: a text keeps the UTF-8 that it asked for
         else:
             data = [np.ascontiguousarray(ids, "<u4").tobytes() for ids in batch.ids]
-            text_bytes = sum(map(len, data))
             ids, ends = _join_ids(batch.ids, vocab_size, before, after)
+        text_bytes = sum(map(len, data))
         is_eval = np.array([xxhash.xxh3_64_intdigest(d) < threshold for d in data], bool)
         lengths = np.diff(ends, prepend=0)
         if not lengths.all():
