@@ -189,7 +189,7 @@ def disturb(builders: list, settings: list[dict], draw: random.Random) -> tuple[
 @pytest.mark.parametrize("seed", range(5))
 def test_eight_builders_that_are_killed_and_stopped_make_each_chunk_once(seed, large):
     settings, _ = large
-    write_jsonl(Path(settings["source"]), make_texts(8_000, words=60))
+    write_jsonl(Path(settings["source"]), make_texts(32_000, words=60))
     settings = {**settings, "workers": 0, "engine": "hf"}
     expected = update_cache(CacheSettings(**{**settings, "cache_dir": f"{settings['cache_dir']}-expected"}), quiet=True)
     draw, last = random.Random(seed), expected.snapshot.num_chunks - 1

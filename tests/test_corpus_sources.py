@@ -188,6 +188,36 @@ def test_a_hub_data_set_goes_through_datasets(streaming, split, tmp_path, build,
     assert texts_in(build([str(other), spec], name="two")) == ["first of all", *expected]
 
 
+def test_rows_of_text_that_datasets_reads_are_taken_up_when_their_file_grows(tmp_path, build, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    file = tmp_path / "a.csv"
+    file.write_text("text;n\nfirst, of all;1\nsecond;2\n")
+    spec = {"path": "csv", "data_files": {"train": [str(tmp_path / "*.csv")]}, "delimiter": ";"}
+    before = build(spec)
+    assert texts_in(before) == ["first, of all", "second"]
+    file.write_text(file.read_text() + "third;3\n")
+    after = build(spec)
+    assert after.folder == before.folder
+    assert texts_in(after) == ["first, of all", "second", "third"]
+
+
+def test_a_text_file_of_any_name_is_cut_by_datasets_as_the_settings_say(tmp_path, build):
+    (tmp_path / "a.md").write_text("# One\n\ntwo\n")
+    spec = {"path": "text", "data_files": str(tmp_path / "*.md")}
+    assert texts_in(build(spec, sample_by="document")) == ["# One\n\ntwo\n"]
+
+
+def test_files_of_a_folder_that_are_not_read_are_told_once(tmp_path, build, caplog):
+    (folder := tmp_path / "mixed").mkdir()
+    write_jsonl(folder / "a.jsonl", TEXTS)
+    for name in ("a.csv", "b.md", "c.md", "d.md", ".hidden"):
+        (folder / name).write_text("not read")
+    build(str(folder))
+    build(str(folder))
+    told = [record.message for record in caplog.records if "not read" in record.message]
+    assert told == [f"{folder}: 4 of 5 files are of an unknown kind and are not read (a.csv, b.md, c.md, ...)."]
+
+
 @pytest.mark.parametrize(
     ("sample_by", "expected"), [("paragraph", ["a\nb", "c", "d\ne"]), ("document", ["a\nb\n\nc\n\nd\ne\n"])]
 )
@@ -355,6 +385,19 @@ def pdf(folder):
     return str(folder / "a.pdf")
 
 
+def csv(folder):
+    (folder / "a.csv").write_text("text\na b\n")
+    return str(folder / "a.csv")
+
+
+def utf16(suffix):
+    def write(folder):
+        (folder / f"a{suffix}").write_text('{"text": "from another system"}\n', encoding="utf-16")
+        return str(folder)
+
+    return write
+
+
 def empty_file(folder):
     (folder / "a.jsonl").touch()
     return str(folder / "a.jsonl")
@@ -379,7 +422,18 @@ BAD = {
     "cut gz": (cut_gz, "damaged or cut off"),
     "damaged gz": (damaged_gz, "damaged or cut off"),
     "cut zst": (cut_zst, "damaged or cut off|not valid JSON"),
-    "unknown suffix": (pdf, "unknown kind"),
+    "unknown suffix": (pdf, r"unknown kind(.|\n)*\{path: text, data_files: .*a\.pdf\}"),
+    "a table of text": (csv, r"unknown kind(.|\n)*\{path: csv, data_files: .*a\.csv\}"),
+    "UTF-16": (
+        utf16(".txt"),
+        "UTF-16, and text must be UTF-8.\nConvert it: iconv -f UTF-16 -t UTF-8 a.txt > a.utf8.txt",
+    ),
+    "UTF-16 JSON": (utf16(".jsonl"), "UTF-16"),
+    "a URL": (lambda folder: "https://example.org/a.jsonl", r"a URL.*\{path: json, data_files: https://example"),
+    "a URL that is not there": (
+        lambda folder: {"path": "json", "data_files": "memory://nowhere.jsonl"},
+        r"`datasets` cannot read memory://nowhere\.jsonl as json",
+    ),
     "nothing": (lambda folder: [], "no text"),
     "only empty texts": (lambda folder: ["", None], "2 rows left out"),
     "empty file": (empty_file, "no text"),

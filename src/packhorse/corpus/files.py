@@ -1,13 +1,16 @@
 """A path -> the files of a source, each with what identifies its content."""
 
+import codecs
 import glob
 import hashlib
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from packhorse.corpus.documents import Reading, TextFile
 from packhorse.corpus.filters import kind_of, parse_filters, wrong_kind
+from packhorse.corpus.hub import tell_once
 from packhorse.corpus.lines import parse_row, starts_with_bracket
 from packhorse.corpus.masks import column_kind
 from packhorse.corpus.tables import open_arrow, open_parquet
@@ -16,6 +19,9 @@ from packhorse.errors import SourceError
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 LOOK_BYTES = 2**28
 """How far a valid JSON line is looked for."""
+
+NAMED_FILES = 3
+"""Of more files that are not read, the names of these are told."""
 
 _KINDS = {".parquet": "parquet", ".arrow": "arrow", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
 _TEXT_SUFFIXES = (".txt", ".text")
@@ -45,17 +51,23 @@ def find_files(name: str, reading: Reading) -> list[SourceFile]:
         if (path / "dataset_dict.json").exists():
             splits = sorted(p.name for p in path.iterdir() if p.is_dir())
             raise SourceError(f"{name} holds several splits ({', '.join(splits)}): name one, like {name}/{splits[0]}.")
-        paths = [p for p in sorted(path.rglob("*")) if p.is_file() and suffix_of(p.name) and not _hidden(p, path)]
+        inside = [p for p in sorted(path.rglob("*")) if p.is_file() and not _hidden(p, path)]
+        paths = [p for p in inside if suffix_of(p.name)]
         if (path / "state.json").exists():  # a data set that `datasets` saved, with its description in JSON
             paths = [p for p in paths if p.suffix == ".arrow"]
+        elif 0 < len(paths) < len(inside):
+            others = [str(p.relative_to(path)) for p in inside if p not in set(paths)]
+            dots = ", ..." if len(others) > NAMED_FILES else ""
+            tell_once(
+                f"{name}: {len(others)} of {len(inside)} files are of an unknown kind and are not read "
+                f"({', '.join(others[:NAMED_FILES])}{dots})."
+            )
     elif path.is_file():
         paths = [path]
     else:
         paths = [Path(p) for p in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(p)]
     if not paths:
-        raise SourceError(
-            f"The source {name} has no file that can be read.\nKnown are {_KNOWN}, also with .gz or .zst."
-        )
+        raise SourceError(f"The source {name} has no file that can be read.\n{_what_is_known(f'{name}/**')}")
     return [source_file(p, reading) for p in paths]
 
 
@@ -67,16 +79,22 @@ def source_file(path: Path, reading: Reading) -> SourceFile:
     """
     suffix = suffix_of(path.name)
     if not suffix:
-        raise SourceError(f"The file {path} is of an unknown kind. Known are {_KNOWN}, also with .gz or .zst.")
+        raise SourceError(f"The file {path} is of an unknown kind.\n{_what_is_known(str(path))}")
     kind = _KINDS.get(suffix, reading.sample_by)
     packed = path.suffix if path.suffix in COMPRESSIONS else ""
     try:
         size, probe = probe_file(path)
-        if kind == "jsonl" and not packed:
-            with path.open("rb") as stream:
-                packed = "array" if starts_with_bracket(stream.read(4096)) else ""
+        with path.open("rb") as stream:
+            head = stream.read(4096)
     except OSError as error:
         raise SourceError(f"The file {path} cannot be read: {error.strerror}.") from None
+    if not packed and kind not in ("parquet", "arrow"):
+        if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise SourceError(
+                f"The file {path} is UTF-16, and text must be UTF-8.\nConvert it: iconv -f UTF-16 -t UTF-8 "
+                f"{shlex.quote(path.name)} > {shlex.quote(f'{path.stem}.utf8{path.suffix}')}"
+            )
+        packed = "array" if kind == "jsonl" and starts_with_bracket(head) else ""
     column = reading.column if kind in _KINDS.values() else ""
     file = TextFile(path=str(path.absolute()), kind=kind, column=column, filters=reading.filters)
     return SourceFile(file=file, packed=packed, size=size, probe=probe)
@@ -106,6 +124,15 @@ def unreadable(error: OSError, path: Path, pattern: str) -> SourceError:
     if inside:
         return SourceError(f"{path} is a folder. Name one of its files: {', '.join(map(str, inside))}.")
     return SourceError(f"{error.filename} cannot be read: {error.strerror}.")
+
+
+def _what_is_known(name: str) -> str:
+    """What can be read, and what to do about a path of another kind."""
+    builder = "csv" if name.endswith(".csv") else "text"
+    return (
+        f"Known are {_KNOWN}, also with .gz or .zst.\nOthers are read by `datasets`: {{path: {builder}, data_files: "
+        f"{name}}} as a source{' takes each line of any text file' if builder == 'text' else ''}."
+    )
 
 
 def suffix_of(name: str) -> str:

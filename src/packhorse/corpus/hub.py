@@ -50,16 +50,21 @@ def load_data_set(arguments: dict[str, Any], downloads: Downloads, streaming: bo
     if downloads.folder is not None:
         arguments = {"cache_dir": downloads.folder, **arguments}
     known = set(inspect.signature(datasets.load_dataset).parameters)
-    if unknown := set(arguments) - known:
+    # What reads files (`data_files`) has arguments of its own.
+    if "data_files" not in arguments and (unknown := set(arguments) - known):
         raise SourceError(f"`datasets.load_dataset` has no argument {', '.join(sorted(unknown))}.")
     if _is_like_a_path(arguments) and not constants.HF_HUB_OFFLINE:
-        _tell_once(f"{arguments['path']} is no local path: trying the Hugging Face hub.")
+        tell_once(f"{arguments['path']} is no local path: trying the Hugging Face hub.")
     try:
         return _again(lambda: datasets.load_dataset(**arguments, streaming=streaming), downloads.retries)
     except Exception as error:  # network, name, configuration and format errors of several libraries
+        said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if "data_files" in arguments:
+            files = arguments["data_files"]
+            raise SourceError(f"`datasets` cannot read {files} as {arguments['path']}:\n  {said}") from None
         raise SourceError(
             f"The data set {arguments['path']} is neither a local file or folder, nor can it be loaded from the "
-            f"Hugging Face hub:\n  {type(error).__name__}: {(str(error).splitlines() or [''])[0]}\n"
+            f"Hugging Face hub:\n  {said}\n"
             "Check the name, `name` (the configuration), `split` and `revision`, and the network."
         ) from None
 
@@ -70,7 +75,8 @@ def _is_like_a_path(arguments: dict[str, Any]) -> bool:
 
 
 @cache
-def _tell_once(text: str) -> None:
+def tell_once(text: str) -> None:
+    """Tell the user something that is found out again whenever the source is opened."""
     logging.getLogger(__name__).warning(text)
 
 

@@ -25,12 +25,15 @@ from typing import Any
 import numpy as np
 
 from packhorse.corpus.documents import Reading, Skipped, file_length, read_documents
-from packhorse.corpus.files import SourceFile, check_column, find_files, source_file, suffix_of
+from packhorse.corpus.files import SourceFile, check_column, find_files, probe_file, source_file, suffix_of
 from packhorse.corpus.filters import LEFT_OUT, LeftOut, parse_filters, passes
 from packhorse.corpus.hub import AS_USUAL, Downloads, check_features, columns_read, load_data_set
 from packhorse.corpus.sample import SampleCorpus
 from packhorse.corpus.tables import open_arrow
 from packhorse.errors import SourceError
+
+ROWS_OF_TEXT = ("csv", "json", "text", "xml")
+"""Builders of `datasets` that read rows of text."""
 
 Document = str | np.ndarray | None | LeftOut
 """What a row holds; None for null."""
@@ -161,6 +164,11 @@ def _named(name: str, reading: Reading, downloads: Downloads) -> Source:
         and not path.parent.is_dir()
     ):
         return _from_hub({"path": name}, reading, downloads)
+    if "://" in name:
+        raise SourceError(
+            f"The source {name} is a URL. `datasets` reads it: {{path: json, data_files: {name}}} as a source, or "
+            "parquet, csv, text instead of json; with `streaming: true` without a download before."
+        )
     raise SourceError(f"The source {name} does not exist.\nCheck the path; it is relative to {Path.cwd()}.")
 
 
@@ -311,9 +319,24 @@ def _from_hub(spec: dict[str, Any], reading: Reading, downloads: Downloads) -> S
     """A data set through `datasets`: as arrow files on this disk, or streamed."""
     key = json.dumps(spec, sort_keys=True)
     arguments = {"split": "train", **{k: v for k, v in spec.items() if k != "streaming"}}
-    if spec.get("streaming", downloads.streaming):
-        return Stream(key=key, read=lambda n: _stream_hub(arguments, reading, downloads, n), fingerprint=key)
+    if spec["path"] == "text":
+        arguments.setdefault("sample_by", reading.sample_by)
+    local = [probe_file(path) for path in _local_files(spec)]
+    if spec.get("streaming", downloads.streaming) or local:
+        fingerprint = json.dumps([key, local]) if local else key
+        return Stream(key=key, read=lambda n: _stream_hub(arguments, reading, downloads, n), fingerprint=fingerprint)
     return Deferred(key=key, fingerprint=key, open=lambda: _materialise_hub(key, arguments, reading, downloads))
+
+
+def _local_files(spec: Mapping[str, Any]) -> list[str]:
+    """The files on this machine that `datasets` is to read as rows of text: they may grow, those of the hub do not."""
+    named = spec.get("data_files", [])
+    named = list(named.values()) if isinstance(named, Mapping) else [named]
+    if spec["path"] not in ROWS_OF_TEXT:
+        return []
+    patterns = [str(p) for part in named for p in (part if isinstance(part, list | tuple) else [part])]
+    found = [sorted(glob.glob(os.path.expanduser(pattern), recursive=True)) for pattern in patterns]
+    return [file for files in found for file in files if os.path.isfile(file)]
 
 
 def _materialise_hub(key: str, arguments: dict[str, Any], reading: Reading, downloads: Downloads) -> Files | Stream:
