@@ -23,11 +23,13 @@ from packhorse.cache.record import Record, commit, read_record, record_path
 from packhorse.corpus.documents import Skipped, TextFile, read_ranges
 from packhorse.corpus.engines import PROBES, Engine, make_engine, probe_digest
 from packhorse.corpus.packing import Packed, pack
-from packhorse.corpus.tokens import narrowest, tokenize
+from packhorse.corpus.tokens import Tokens, narrowest, tokenize
 from packhorse.errors import EngineMismatch, SourceError
 
 Progress = Callable[[int, int, int], None]
 """Called with (documents, tokens, bytes of text) done since the last call."""
+PROGRESS_SECONDS = 0.05
+"""How often, at most: a message between processes takes as long as a few documents."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,11 +239,17 @@ def build_all(
             on_error(error)
 
 
-def _counted(parts: Iterator, progress: Progress | None) -> Iterator:
+def _counted(parts: Iterator[Tokens], progress: Progress | None) -> Iterator[Tokens]:
+    """The same; `progress` is called now and then, and at the end."""
+    done, tell_at = np.zeros(3, np.int64), 0.0
     for part in parts:
-        if progress is not None:
-            progress(len(part.ends), len(part.ids), part.text_bytes)
+        done += len(part.ends), len(part.ids), part.text_bytes
+        if progress is not None and time.monotonic() >= tell_at:
+            progress(*done.tolist())
+            done[:], tell_at = 0, time.monotonic() + PROGRESS_SECONDS
         yield part
+    if progress is not None and done.any():
+        progress(*done.tolist())
 
 
 def _join(arrays: list[np.ndarray], dtype: type) -> np.ndarray:

@@ -11,7 +11,7 @@ only, or where no tokenizer.json is found.
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<
 _BEGIN_OF_TEXT = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]", "<|bos|>")
 _PADDING = ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<|endoftext|>")
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
+
+IdOf = Callable[[str], int | None]
+"""A token's id, if it has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,27 +158,28 @@ def _fast(content: dict[str, Any], config: dict[str, Any], where: str, text: str
     except Exception as error:  # `tokenizers` raises plain Exception
         raise TokenizerError(f"The tokenizer {where} cannot be loaded: {error}") from None
     tokenizer = engine._tokenizer
-    ids = tokenizer.get_vocab(with_added_tokens=True)
+    id_of = tokenizer.token_to_id
     with_template = tokenizer.encode("a", add_special_tokens=True).ids
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     template_start = with_template[0] if with_template[:1] != plain[:1] else None
     added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
-    bos_id = template_start if template_start is not None else _named(ids, added, config, "bos_token", _BEGIN_OF_TEXT)
+    bos_id = template_start if template_start is not None else _named(id_of, added, config, "bos_token", _BEGIN_OF_TEXT)
+    vocab = model["vocab"]
+    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
     facts = TokenizerFacts(
         kind="fast",
         fingerprint=_fingerprint(content),
         probe=probe_digest(engine),
-        vocab_size=max(ids.values()) + 1,
+        vocab_size=max([max(ids), *tokenizer.get_added_tokens_decoder()]) + 1,
         bos_id=bos_id,
-        eos_id=_end_of_text(ids, added, config),
-        pad_id=_padding(ids, added, config),
+        eos_id=_end_of_text(id_of, added, config),
+        pad_id=_padding(id_of, added, config),
         adds_bos=bool(config.get("add_bos_token", template_start is not None)) and bos_id is not None,
     )
-    names = {i: token for token, i in ids.items()}
     special = {"bos_token": facts.bos_id, "eos_token": facts.eos_id, "pad_token": facts.pad_id}
     reference_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **{key: names[i] for key, i in special.items() if i is not None},
+        **{key: tokenizer.id_to_token(i) for key, i in special.items() if i is not None},
         "add_bos_token": facts.adds_bos,
         "clean_up_tokenization_spaces": False,
     }
@@ -211,8 +215,8 @@ def _read_by_transformers(path: Path) -> TokenizerContent:
         probe=probe,
         vocab_size=max(ids.values()) + 1,
         bos_id=tokenizer.bos_token_id,
-        eos_id=_end_of_text(ids, added, config),
-        pad_id=_padding(ids, added, config),
+        eos_id=_end_of_text(ids.get, added, config),
+        pad_id=_padding(ids.get, added, config),
         adds_bos=with_template[:1] != plain[:1] and tokenizer.bos_token_id is not None,
     )
     return TokenizerContent(facts=facts, files=files)
@@ -230,28 +234,27 @@ def _fingerprint(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(relevant, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _end_of_text(ids: dict[str, int], added: dict[str, int], config: dict[str, Any]) -> int | None:
+def _end_of_text(id_of: IdOf, added: dict[str, int], config: dict[str, Any]) -> int | None:
     """The token after a document. Chat models name their end of *turn* as EOS; text is ended by another."""
     end_of_text = next((added[name] for name in _END_OF_TEXT if name in added), None)
     if _content(config.get("eos_token")) in _END_OF_TURN and end_of_text is not None:
         return end_of_text
-    return _named(ids, added, config, "eos_token", _END_OF_TEXT)
+    return _named(id_of, added, config, "eos_token", _END_OF_TEXT)
 
 
-def _padding(ids: dict[str, int], added: dict[str, int], config: dict[str, Any]) -> int:
-    candidates = (_named(ids, added, config, "pad_token", _PADDING), _end_of_text(ids, added, config), 0)
+def _padding(id_of: IdOf, added: dict[str, int], config: dict[str, Any]) -> int:
+    candidates = (_named(id_of, added, config, "pad_token", _PADDING), _end_of_text(id_of, added, config), 0)
     return next(i for i in candidates if i is not None)
 
 
-def _named(
-    ids: dict[str, int], added: dict[str, int], config: dict[str, Any], key: str, usual: tuple[str, ...]
-) -> int | None:
+def _named(id_of: IdOf, added: dict[str, int], config: dict[str, Any], key: str, usual: tuple[str, ...]) -> int | None:
     """The token that the configuration names, else a usual name among the *added* tokens.
 
     An entry "<s>" of the plain vocabulary is a word like any other (Qwen has one).
     """
     named = _content(config.get(key))
-    return ids[named] if named in ids else next((added[name] for name in usual if name in added), None)
+    own = None if named is None else id_of(named)
+    return own if own is not None else next((added[name] for name in usual if name in added), None)
 
 
 def _content(token: Any) -> str | None:
