@@ -548,6 +548,44 @@ def test_a_hub_data_set_is_kept_in_the_download_folder_and_asked_for_again(build
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize(
+    ("finds", "proxies", "is_offline"),
+    [(False, {}, True), (True, {}, False), (False, {"https": "http://proxy"}, False)],
+)
+def test_without_a_network_the_hub_is_not_asked_for_half_a_minute(finds, proxies, is_offline, monkeypatch):
+    import datasets
+    import huggingface_hub.constants as constants
+
+    from packhorse.corpus import hub
+
+    flags, pauses = [], []
+
+    def load(**_):
+        flags.append((datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE))
+        raise ConnectionError("there is no network")
+
+    def find(host, port):
+        assert host == "huggingface.co"
+        if not finds:
+            raise OSError("Name or service not known")
+        return ["an address"]
+
+    monkeypatch.setattr(hub.socket, "getaddrinfo", find)
+    monkeypatch.setattr(hub, "getproxies", lambda: proxies)
+    load = functools.wraps(datasets.load_dataset)(load)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "https://huggingface.co")
+    monkeypatch.setattr(hub.time, "sleep", pauses.append)
+    (source,) = open_sources("my-own/books", downloads=hub.Downloads(retries=4))
+    with pytest.raises(SourceError, match="nor can it be loaded"):
+        source.open()
+    assert set(flags) == {(is_offline, is_offline)}
+    assert pauses == ([1, 2] if is_offline else [1, 2, 4, 8])
+    assert (datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE) == (False, False)
+
+
 def test_a_name_that_may_be_a_mistyped_path_is_told_so_before_the_hub_is_asked_in_silence(monkeypatch, caplog):
     import datasets
     import huggingface_hub.constants as constants

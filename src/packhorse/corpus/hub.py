@@ -6,12 +6,15 @@
 import inspect
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from packhorse.corpus.documents import Reading
 from packhorse.corpus.filters import parse_filters
@@ -29,6 +32,9 @@ class Downloads:
     retries: int = 5
     timeout_seconds: float = 30.0
 
+
+RETRIES_OF_A_PATH = 2
+"""Without a network, for a name that is probably a mistyped path."""
 
 AS_USUAL = Downloads()
 """What holds when nothing is said."""
@@ -53,10 +59,12 @@ def load_data_set(arguments: dict[str, Any], downloads: Downloads, streaming: bo
     # What reads files (`data_files`) has arguments of its own.
     if "data_files" not in arguments and (unknown := set(arguments) - known):
         raise SourceError(f"`datasets.load_dataset` has no argument {', '.join(sorted(unknown))}.")
+    retries = downloads.retries
     if _is_like_a_path(arguments) and not constants.HF_HUB_OFFLINE:
         tell_once(f"{arguments['path']} is no local path: trying the Hugging Face hub.")
+        retries = retries if _is_known(constants.ENDPOINT) else min(retries, RETRIES_OF_A_PATH)
     try:
-        return _again(lambda: datasets.load_dataset(**arguments, streaming=streaming), downloads.retries)
+        return _again(lambda: datasets.load_dataset(**arguments, streaming=streaming), retries)
     except Exception as error:  # network, name, configuration and format errors of several libraries
         said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if "data_files" in arguments:
@@ -86,7 +94,7 @@ def _again(load: Callable[[], Any], retries: int) -> Any:
 
     for attempt in range(retries):
         try:
-            with _our_retries_only():
+            with _our_retries_only(), _offline_without_network():
                 return load()
         except Exception as error:
             # By name: the hub's client changes the library that it speaks HTTP with.
@@ -98,8 +106,31 @@ def _again(load: Callable[[], Any], retries: int) -> Any:
                 "The Hugging Face hub cannot be reached (%s): trying again in %d s.", type(error).__name__, seconds
             )
             time.sleep(seconds)
-    with _our_retries_only():
+    with _our_retries_only(), _offline_without_network():
         return load()
+
+
+def _is_known(address: str) -> bool:
+    """Whether the host of a web address can be found; what stands behind a proxy counts as found."""
+    try:
+        return bool(getproxies()) or bool(socket.getaddrinfo(urlsplit(address).hostname, None))
+    except OSError:
+        return False
+
+
+@contextmanager
+def _offline_without_network() -> Iterator[None]:
+    """What was downloaded before is taken at once, without the half minute that the hub's client tries in vain."""
+    from datasets import config
+    from huggingface_hub import constants
+
+    before = config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    if not all(before) and not _is_known(constants.ENDPOINT):
+        config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
 
 
 @contextmanager
