@@ -377,12 +377,13 @@ def test_a_checkpoint_holds_what_is_needed_to_load_it_without_settings(room, cor
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
-def test_a_pretrained_checkpoint_is_continued_with_its_own_vocabulary(room, corpus, tmp_path, family):
+def test_a_pretrained_checkpoint_is_continued_with_its_own_vocabulary(room, corpus, tmp_path, family, monkeypatch):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 512}
     plain = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes, **heads))
     plain.save_pretrained(tmp_path / "plain")
-    model = module(config=None, pretrained=str(tmp_path / "plain"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = module(config=None, pretrained="~/plain")
     data = datamodule(room, corpus)
     trainer(tmp_path, max_steps=1, limit_train_batches=1).fit(model, datamodule=data)
     assert type(model.model).__name__ == f"Infini{family}ForCausalLM"

@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -94,7 +95,7 @@ def _again(load: Callable[[], Any], retries: int) -> Any:
 
     for attempt in range(retries):
         try:
-            with _our_retries_only(), _offline_without_network():
+            with _our_retries_only(), offline_without_network():
                 return load()
         except Exception as error:
             # By name: the hub's client changes the library that it speaks HTTP with.
@@ -106,7 +107,7 @@ def _again(load: Callable[[], Any], retries: int) -> Any:
                 "The Hugging Face hub cannot be reached (%s): trying again in %d s.", type(error).__name__, seconds
             )
             time.sleep(seconds)
-    with _our_retries_only(), _offline_without_network():
+    with _our_retries_only(), offline_without_network():
         return load()
 
 
@@ -119,18 +120,24 @@ def _is_known(address: str) -> bool:
 
 
 @contextmanager
-def _offline_without_network() -> Iterator[None]:
-    """What was downloaded before is taken at once, without the half minute that the hub's client tries in vain."""
-    from datasets import config
+def offline_without_network(name: str = "") -> Iterator[None]:
+    """What was downloaded before is taken at once, without the half minute that the hub's client tries in vain.
+
+    Args:
+        name: What is wanted; a local path asks nobody.
+    """
     from huggingface_hub import constants
 
-    before = config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
-    if not all(before) and not _is_known(constants.ENDPOINT):
-        config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    libraries = [constants, *filter(None, [sys.modules.get("datasets.config")])]
+    before = [library.HF_HUB_OFFLINE for library in libraries]
+    is_offline = not (name and os.path.exists(name)) and not all(before) and not _is_known(constants.ENDPOINT)
+    for library, was in zip(libraries, before, strict=True):
+        library.HF_HUB_OFFLINE = was or is_offline
     try:
         yield
     finally:
-        config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
+        for library, was in zip(libraries, before, strict=True):
+            library.HF_HUB_OFFLINE = was
 
 
 @contextmanager

@@ -1,13 +1,13 @@
 """What a new model can be built like, and which checkpoints can be continued."""
 
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
+from packhorse.corpus.hub import offline_without_network
 from packhorse.errors import SettingsError
 from packhorse.models import (
     InfiniLlamaConfig,
@@ -81,7 +81,8 @@ def plain_config(pretrained: str) -> PreTrainedConfig:
         SettingsError: there is none, or it is of another family.
     """
     try:
-        config = AutoConfig.from_pretrained(str(Path(pretrained).expanduser()))
+        with offline_without_network(pretrained):
+            config = AutoConfig.from_pretrained(pretrained)
     except (OSError, ValueError) as error:
         raise SettingsError(f"The checkpoint {pretrained} cannot be loaded: {str(error).splitlines()[0]}") from None
     if family_of(config) not in FAMILIES:

@@ -4,6 +4,7 @@ The model is made in `configure_model`, when the cache is open and its vocabular
 logits of a batch, so vocabularies of 150,000 entries cost little memory. Gates are a parameter group of their own.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from packhorse.cache.progress import say
+from packhorse.corpus.hub import offline_without_network
 from packhorse.errors import SettingsError, TokenizerError
 from packhorse.evaluation.perplexity import MemoryLoss, memory_losses, table_lines
 from packhorse.models import (
@@ -83,7 +85,8 @@ class LanguageModule(LightningModule):
         if config and pretrained:
             raise SettingsError("Give either `config`, for a new model, or `pretrained`, to continue from one.")
         check_config(config or {}, family)
-        self.model_config, self.family, self.pretrained = dict(config or {}), family, pretrained
+        self.model_config, self.family = dict(config or {}), family
+        self.pretrained = pretrained and os.path.expanduser(pretrained)
         self.infini_attention, self.schedule_settings = infini_attention, schedule
         self.optimizer_callable = optimizer
         self.balance_factor_lr = _said_once(infini_attention, "balance_factor_lr", balance_factor_lr, 1e-2)
@@ -151,7 +154,8 @@ class LanguageModule(LightningModule):
             if self.pretrained is None:
                 self.model = model_class(config)
             else:
-                self.model = model_class.from_pretrained(self.pretrained, config=config, dtype=torch.float32)
+                with offline_without_network(self.pretrained):
+                    self.model = model_class.from_pretrained(self.pretrained, config=config, dtype=torch.float32)
         allow_cache(self.model)
         self.model.train()
         if self.gradient_checkpointing:
