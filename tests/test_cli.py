@@ -609,6 +609,19 @@ def test_a_run_that_saves_nothing_trains_and_reports(config, tmp_path, capsys, a
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
+@pytest.mark.parametrize("many", [False, True])
+def test_logs_and_checkpoints_in_ones_home_stand_side_by_side(config, tmp_path, monkeypatch, many):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "~/runs", "name": "a"}}
+    arguments = ["--trainer.logger", json.dumps([logger] if many else logger), "--checkpoint.dirpath", "null"]
+    assert main(["fit", "--config", str(config), *arguments]) == 0
+    assert not list((tmp_path / "elsewhere").iterdir())
+    inside = {path.name for path in (tmp_path / "runs" / "a" / "version_0").iterdir()}
+    assert {"checkpoints", "config.yaml", "metrics.csv"} <= inside
+
+
 def test_several_devices_print_a_continuation_once(capsys):
     for rank in range(2):
         cli = SimpleNamespace(trainer=SimpleNamespace(predict=lambda: ["salt wool"], is_global_zero=rank == 0))

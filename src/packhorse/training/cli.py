@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import Namespace
 from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -71,6 +72,7 @@ class PackhorseCLI(LightningCLI):
             is_limited = config.trainer.max_steps > 0 or config.data.max_train_tokens is not None
             config.trainer.max_epochs = -1 if is_limited else 1
         _set_trigger(config.checkpoint)
+        _expand_home(config.trainer.logger)
         if self.subcommand:
             _check_weights(self.subcommand, config)
 
@@ -183,6 +185,14 @@ def _set_trigger(checkpoint: Any) -> None:
         checkpoint.every_n_train_steps = None
     if checkpoint.every_n_epochs and (checkpoint.monitor, checkpoint.save_on_train_epoch_end) == (None, None):
         checkpoint.save_on_train_epoch_end = True  # Lightning would save after validation, whenever that is
+
+
+def _expand_home(loggers: Any) -> None:
+    """Find `~` in the folders of logs: Lightning would put the checkpoints beside them into a folder of that name."""
+    for logger in loggers if isinstance(loggers, list) else [loggers]:
+        arguments = logger.get("init_args") if isinstance(logger, Namespace) else None
+        if arguments and isinstance(folder := arguments.get("save_dir"), str):
+            arguments["save_dir"] = os.path.expanduser(folder)
 
 
 def _check_weights(command: str, config: Any) -> None:
