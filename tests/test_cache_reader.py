@@ -3,6 +3,8 @@
 import json
 import os
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import psutil
@@ -233,3 +235,15 @@ def test_pieces_lead_from_a_sequence_back_to_its_documents(made):
                 text = source_rows(made, read_record(made.folder, piece.chunk))[piece.row]
                 # A cut inside a character leaves part of it on either side.
                 assert made.decode(ids).strip("\ufffd") in text
+
+
+def test_a_process_ends_quietly_with_a_cache_in_its_hands(tmp_path, gpt2_like):
+    code = f"""
+import torch  # with which modules are gone before their objects
+from packhorse import build_cache
+documents, folder = ["one text", "another"], {str(tmp_path)!r}
+cache = build_cache(documents, tokenizer={str(gpt2_like)!r}, sequence_length=16, cache_dir=folder)
+cache.read([0])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "ignored" not in done.stderr

@@ -92,7 +92,8 @@ class ChunkReader:
             self._descriptor = -1
 
     def __del__(self) -> None:
-        if hasattr(self, "_descriptor"):
+        # At the end of a process modules may be gone before their objects, and the file is closed without us.
+        if hasattr(self, "_descriptor") and os is not None:
             self.close()
 
     def block(self, number: int) -> bytes:

@@ -22,16 +22,16 @@ from packhorse.cache.selection import Selection
 from packhorse.cache.tokenizers import resolve_tokenizer
 from packhorse.cache.update import build_selection
 from packhorse.errors import CacheIncompleteError, SettingsError, SnapshotMismatch, TokenizerError
-from packhorse.training.caches import open_caches, snapshots_of
+from packhorse.training.caches import open_caches, snapshots_of, stage_starts
 from packhorse.training.compatibility import check_before_building
 from packhorse.training.live import EVERY_STEPS, POLL_SECONDS, LiveCaches, set_epoch_length
 from packhorse.training.mixture import RunOrder
 from packhorse.training.plan import RunPlan
-from packhorse.training.ranks import keep_failure, share_failure
+from packhorse.training.ranks import keep_failure, share_failure, share_of
 from packhorse.training.resume import Change, align_loops
 from packhorse.training.run import Run
-from packhorse.training.sampler import Rows, TrainLoader, TrainSampler, share_out
-from packhorse.training.state import RunState, check_snapshot
+from packhorse.training.sampler import PassSampler, Rows, TrainLoader, TrainSampler, for_transformers, share_out
+from packhorse.training.state import RunState, begin_run, check_snapshot
 from packhorse.training.trainer_limits import check_limits
 from packhorse.training.validation import ask_for_sequences_again, count_over_the_run
 
@@ -173,8 +173,10 @@ class TokenDataModule(LightningDataModule):
         return self.plan.state.order
 
     def train_dataloader(self) -> DataLoader:
-        """Micro-batches of the rest of Lightning's current epoch."""
-        trainer = self._trainer
+        """Micro-batches of the rest of Lightning's current epoch; for a loop without a Trainer see `passes`."""
+        if self.trainer is None:
+            return self.passes()
+        trainer = self.trainer
         if trainer.world_size > 1 and trainer._accelerator_connector.use_distributed_sampler:
             raise SettingsError("Set `trainer.use_distributed_sampler: false`: the order of training is our own.")
         if self._must_align:
@@ -194,6 +196,34 @@ class TokenDataModule(LightningDataModule):
         )
         self._loader = TrainLoader(self.rows("train"), sampler=sampler, batch_size=None)
         return self._loader
+
+    def passes(self) -> DataLoader:
+        """Micro-batches for a loop of one's own: each iteration goes on in the order, for one pass over the data.
+
+        `model(**batch).loss` of any causal language model of transformers is right: labels stand at their own tokens.
+        With `torch.distributed`, each process gets its share of every batch.
+
+        Raises:
+            SettingsError: There is too little text for a batch, or a mixture, of which there is no pass.
+        """
+        if len(self.caches) > 1:
+            raise SettingsError("A mixture of caches has no length of its own: train it with a Trainer.")
+        rank, world_size = share_of(self.trainer)
+        batch = world_size * self.settings.micro_batch_size
+        snapshots = [snapshots_of(name, cache) for name, cache in self.caches.items()]
+        order = begin_run(snapshots, stage_starts(self.settings), seed=self.seed, global_batch=batch).order
+        if not (length := self._opened.num_sequences("train") // batch):
+            raise SettingsError(f"The cache has fewer train sequences than one batch ({batch:,}).")
+        sampler = PassSampler(
+            order=lambda: order,
+            trained=0,
+            accumulation=1,
+            micro_batch=self.settings.micro_batch_size,
+            rank=rank,
+            world_size=world_size,
+            length=length,
+        )
+        return DataLoader(self.rows("train"), sampler=sampler, batch_size=None, collate_fn=for_transformers)
 
     def rows(self, split: str) -> Rows:
         """(Cache, sequence number) -> batches, for one side of the split."""
@@ -367,7 +397,7 @@ class TokenDataModule(LightningDataModule):
 
     def _eval_loader(self, sequences: dict[str, int]) -> DataLoader | list:
         """The first evaluation sequences of each cache, shared out to the ranks."""
-        trainer, rows = self._trainer, self.rows("eval")
+        trainer, rows = self.trainer, self.rows("eval")
         numbers = {id(cache): number for number, cache in rows.caches.items()}
         places = [
             np.stack([np.full(count, numbers[id(self.caches[name])]), np.arange(count)], axis=1)
@@ -375,11 +405,12 @@ class TokenDataModule(LightningDataModule):
             if count
         ]
         if not places:
-            if trainer.state.fn != TrainerFn.FITTING:
+            if trainer is None or trainer.state.fn != TrainerFn.FITTING:
                 raise SettingsError(
                     "There is no evaluation text, so there is nothing to measure.\nSet `data.eval_sequences` and "
                     "`data.eval_share` above 0 (a share makes another cache), or add text."
                 )
             return []
-        share = trainer.global_rank, trainer.world_size, self.settings.micro_batch_size
-        return DataLoader(rows, sampler=share_out(np.concatenate(places), *share), batch_size=None)
+        sampler = share_out(np.concatenate(places), *share_of(trainer), self.settings.micro_batch_size)
+        collate = for_transformers if trainer is None else None
+        return DataLoader(rows, sampler=sampler, batch_size=None, collate_fn=collate)

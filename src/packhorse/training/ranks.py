@@ -14,6 +14,13 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from packhorse.errors import RankError
 
 
+def share_of(trainer: Trainer | None) -> tuple[int, int]:
+    """Rank and number of all processes: those of a Trainer, or of a loop of one's own."""
+    if trainer is not None:
+        return trainer.global_rank, trainer.world_size
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
 def keep_failure(prepare_data: Callable[..., None]) -> Callable[..., None]:
     """Let `prepare_data` fail only in `setup`, when the other ranks no longer wait for it."""
 

@@ -76,6 +76,13 @@ class Rows(Dataset):
         return derive(rows.tokens, rows.piece_lengths, rows.repeated)._asdict()
 
 
+def for_transformers(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A batch with each label at its own token, as models of transformers take them, not at the token before."""
+    labels = torch.full_like(batch["labels"], IGNORE_INDEX)
+    labels[:, 1:] = batch["labels"][:, :-1]
+    return {**batch, "labels": labels}
+
+
 class TrainLoader(DataLoader):
     """A loader that Lightning knows to be resumable: where it goes on is the run's to know, see `RunState`."""
 
@@ -138,3 +145,11 @@ class TrainSampler(Sampler):
             first, numbers = positions.start, order.sequence_numbers(positions.start, max(len(positions), LOOK_AHEAD))
             self._known = order, first, numbers
         return numbers[positions.start - first : positions.stop - first]
+
+
+class PassSampler(TrainSampler):
+    """The same for a loop without a Trainer: when it is iterated again, it goes on where it ended."""
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        yield from super().__iter__()
+        self.trained += self.length * self._share["micro_batch"] * self._share["world_size"]
