@@ -52,7 +52,10 @@ def resolve_tokenizer(
         TokenizerError: there is none, or it cannot be used.
     """
     if settings.tokenizer is None:
-        raise TokenizerError("No tokenizer is named. Set `tokenizer`: a hub name, a folder, or a tokenizer.json.")
+        raise TokenizerError(
+            "No tokenizer is named. Set `tokenizer`: a hub name, a folder, or a tokenizer.json.\n"
+            "A whole configuration is given by --config, like that of configs/quickstart.yaml."
+        )
     if settings.train_tokenizer is not None:
         _train(settings, sources, tell) if train else None
     path = locate_tokenizer(settings.tokenizer)
