@@ -63,6 +63,14 @@ def test_add_bos_token_false_in_the_configuration_turns_bos_off(llama_like, tmp_
     assert facts.bos_id == id_of(llama_like, "<s>")
 
 
+@pytest.mark.parametrize("value", [5, ["<|endoftext|>"], {"content": 7}, {}, None, "no such token"])
+def test_a_name_that_is_none_in_the_configuration_is_passed_over(gpt2_like, tmp_path, value):
+    shutil.copy(gpt2_like / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": value, "pad_token": value}))
+    facts = read_tokenizer(tmp_path).facts
+    assert (facts.eos_id, facts.pad_id) == (read_tokenizer(gpt2_like).facts.eos_id,) * 2
+
+
 def test_the_reference_copy_says_the_same_as_the_original(llama_like, qwen_like, gpt2_like, tmp_path):
     for number, folder in enumerate((llama_like, qwen_like, gpt2_like)):
         content = read_tokenizer(folder)

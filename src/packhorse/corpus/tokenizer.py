@@ -253,7 +253,7 @@ def _named(id_of: IdOf, added: dict[str, int], config: dict[str, Any], key: str,
     An entry "<s>" of the plain vocabulary is a word like any other (Qwen has one).
     """
     named = _content(config.get(key))
-    own = None if named is None else id_of(named)
+    own = id_of(named) if isinstance(named, str) else None
     return own if own is not None else next((added[name] for name in usual if name in added), None)
 
 
