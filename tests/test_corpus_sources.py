@@ -7,7 +7,9 @@ import json
 import logging
 import lzma
 import os
+import socket
 import time
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -570,8 +572,8 @@ def test_without_a_network_the_hub_is_not_asked_for_half_a_minute(finds, proxies
             raise OSError("Name or service not known")
         return ["an address"]
 
-    monkeypatch.setattr(hub.socket, "getaddrinfo", find)
-    monkeypatch.setattr(hub, "getproxies", lambda: proxies)
+    monkeypatch.setattr(socket, "getaddrinfo", find)
+    monkeypatch.setattr(urllib.request, "getproxies", lambda: proxies)
     load = functools.wraps(datasets.load_dataset)(load)
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)

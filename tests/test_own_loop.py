@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from conftest import make_texts, tiny_data, write_jsonl
-from packhorse.errors import SettingsError
+from packhorse.errors import CacheIncompleteError, SettingsError
 from packhorse.training import TokenDataModule, datamodule
 
 
@@ -69,6 +69,8 @@ def test_a_model_of_transformers_finds_its_labels_where_it_looks_for_them(folder
 
 
 def test_what_has_no_pass_is_refused_in_words(folder):
+    with pytest.raises(CacheIncompleteError, match="not open yet"):
+        TokenDataModule(**tiny_data(folder)).train_dataloader()
     mixed = open_data(folder)
     mixed.caches = {"a": mixed.cache, "b": mixed.cache}
     with pytest.raises(SettingsError, match="A mixture of caches has no length"):

@@ -51,14 +51,10 @@ def resolve_tokenizer(
     Raises:
         TokenizerError: there is none, or it cannot be used.
     """
-    if settings.tokenizer is None:
-        raise TokenizerError(
-            "No tokenizer is named. Set `tokenizer`: a hub name, a folder, or a tokenizer.json.\n"
-            "A whole configuration is given by --config, like that of configs/quickstart.yaml."
-        )
+    name = named_tokenizer(settings)
     if settings.train_tokenizer is not None:
         _train(settings, sources, tell) if train else None
-    path = locate_tokenizer(settings.tokenizer)
+    path = locate_tokenizer(name)
     # What was read once is remembered by the hash of the files, so that a start does not parse megabytes of JSON.
     # The ids of the probe set are the reference's: another version of it is asked again.
     key = f"{raw_digest(path)}-{version('tokenizers')}"
@@ -74,6 +70,20 @@ def resolve_tokenizer(
             store.make_folder(memo.parent)
             store.replace(memo, store.seal({"of": key, "facts": asdict(content.facts)}))
         return content.facts, content
+
+
+def named_tokenizer(settings: CacheSettings) -> str:
+    """What the settings say of the tokenizer.
+
+    Raises:
+        TokenizerError: they say nothing of it.
+    """
+    if settings.tokenizer is None:
+        raise TokenizerError(
+            "No tokenizer is named. Set `tokenizer`: a hub name, a folder, or a tokenizer.json.\n"
+            "A whole configuration is given by --config, like that of configs/quickstart.yaml."
+        )
+    return settings.tokenizer
 
 
 def _train(settings: CacheSettings, sources: list[Source] | None, tell) -> None:

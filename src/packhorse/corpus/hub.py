@@ -6,7 +6,6 @@
 import inspect
 import logging
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from packhorse.corpus.documents import Reading
 from packhorse.corpus.filters import parse_filters
@@ -93,26 +90,31 @@ def _again(load: Callable[[], Any], retries: int) -> Any:
     """What `load` gives, tried again when the network fails; what was downloaded before stays."""
     from huggingface_hub import constants
 
-    for attempt in range(retries):
+    for attempt in range(retries + 1):
         try:
             with _our_retries_only(), offline_without_network():
                 return load()
         except Exception as error:
             # By name: the hub's client changes the library that it speaks HTTP with.
             names = {kind.__name__ for kind in type(error).__mro__}
-            if constants.HF_HUB_OFFLINE or not names & {"ConnectionError", "TimeoutError", "TransportError"}:
+            is_network = bool(names & {"ConnectionError", "TimeoutError", "TransportError"})
+            if attempt == retries or constants.HF_HUB_OFFLINE or not is_network:
                 raise
             seconds = min(2**attempt, 60)
             logging.getLogger(__name__).warning(
                 "The Hugging Face hub cannot be reached (%s): trying again in %d s.", type(error).__name__, seconds
             )
             time.sleep(seconds)
-    with _our_retries_only(), offline_without_network():
-        return load()
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _is_known(address: str) -> bool:
     """Whether the host of a web address can be found; what stands behind a proxy counts as found."""
+    # Not at every start: they take as long as a third of numpy.
+    import socket
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
     try:
         return bool(getproxies()) or bool(socket.getaddrinfo(urlsplit(address).hostname, None))
     except OSError:

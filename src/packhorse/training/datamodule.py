@@ -210,9 +210,9 @@ class TokenDataModule(LightningDataModule):
             raise SettingsError("A mixture of caches has no length of its own: train it with a Trainer.")
         rank, world_size = share_of(self.trainer)
         batch = world_size * self.settings.micro_batch_size
-        snapshots = [snapshots_of(name, cache) for name, cache in self.caches.items()]
-        order = begin_run(snapshots, stage_starts(self.settings), seed=self.seed, global_batch=batch).order
-        if not (length := self._opened.num_sequences("train") // batch):
+        snapshot = snapshots_of(next(iter(self.caches), ""), self._opened)
+        order = begin_run([snapshot], stage_starts(self.settings), seed=self.seed, global_batch=batch).order
+        if not (length := snapshot.sequences // batch):
             raise SettingsError(f"The cache has fewer train sequences than one batch ({batch:,}).")
         sampler = PassSampler(
             order=lambda: order,

@@ -11,7 +11,7 @@ from packhorse.cache import CacheSettings, DataSettings, open_cache
 from packhorse.cache.estimate import estimate_cache
 from packhorse.cache.plan import Plan
 from packhorse.cache.planned import refuse_other_sources
-from packhorse.cache.tokenizers import sample_texts, train_on
+from packhorse.cache.tokenizers import named_tokenizer, sample_texts, train_on
 from packhorse.cache.update import folder_of
 from packhorse.corpus.engines import Reference
 from packhorse.corpus.files import columns_of
@@ -67,10 +67,9 @@ def preview(cli: Any) -> int:
 
 
 def _tokenizer(settings: CacheSettings, sources: list[Source]) -> TokenizerContent:
-    if settings.tokenizer is None:
-        raise TokenizerError("No tokenizer is named. Set `tokenizer`: a hub name, a folder, or a tokenizer.json.")
+    name = named_tokenizer(settings)
     try:
-        return read_tokenizer(locate_tokenizer(settings.tokenizer))
+        return read_tokenizer(locate_tokenizer(name))
     except TokenizerError:
         if settings.train_tokenizer is None:
             raise
