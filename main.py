@@ -6,7 +6,7 @@ from pathlib import Path
 # Works from a clone, installed or not.
 sys.path.insert(0, str(Path(__file__).resolve().parent / "src"))
 
-from packhorse.cli import main
+from packhorse.cli import run
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run()

@@ -61,6 +61,29 @@ def test_a_builder_that_is_ready_first_takes_more_chunks(monkeypatch, tmp_path):
     assert built == [*others[0].chunks, 0]
 
 
+@pytest.mark.parametrize("wanted", [2, 0, None])
+def test_a_process_that_was_started_early_builds_or_is_gone(wanted, build, tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "usable_cores", lambda: [0, 0])
+    with workers.one_early():
+        (early,) = workers._early
+        assert early.poll() is None
+        if wanted is not None:
+            launched = []
+            launch = workers._launch
+            monkeypatch.setattr(workers, "_launch", lambda core: launched.append(launch(core)) or launched[-1])
+            cache = build(str(write_jsonl(tmp_path / "a.jsonl", TEXTS)), workers=wanted)
+            assert texts_in(cache) == TEXTS
+            assert launched == []
+            assert early.poll() is not None
+    assert early.poll() is not None
+
+
+def test_no_process_is_started_early_where_there_is_no_core_for_it(monkeypatch):
+    monkeypatch.setattr(workers, "usable_cores", lambda: [0])
+    with workers.one_early():
+        assert workers._early == []
+
+
 class Ready:
     """Stands in for the process of a builder that has everything loaded."""
 

@@ -3,6 +3,7 @@
 import csv
 import gc
 import json
+import os
 import re
 import signal
 import subprocess
@@ -69,6 +70,20 @@ def test_garbage_is_looked_for_again_after_the_imports():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_a_command_that_ends_at_once_says_all_and_keeps_its_status():
+    code = "import atexit; from packhorse.start import leave; atexit.register({}, 'last'); print('first'); leave(3)"
+    ended = subprocess.run([sys.executable, "-c", code.format("print")], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "first\nlast\n", "")
+    writer = subprocess.Popen(
+        [sys.executable, "-c", code.format("str")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+    )
+    writer.stdout.close()  # as `head` does
+    assert (writer.stderr.read(), writer.wait()) == (b"", 3)
 
 
 def test_fit_validate_and_predict_take_one_configuration(config, tmp_path, capsys):

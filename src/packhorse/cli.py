@@ -6,6 +6,7 @@ that are meant for the user are printed without a traceback, and end with exit s
 
 import os
 import sys
+from contextlib import nullcontext
 
 TRAINING_COMMANDS = ("fit", "validate", "test", "predict", "preview")
 EVALUATION_COMMANDS = ("passkey", "generate", "benchmark", "export")
@@ -88,5 +89,19 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
 
 
+def run() -> None:
+    """What `packhorse` and `main.py` are: `main`, in a process that has nothing else to do before or after it."""
+    command = sys.argv[1:]
+    if command[:1] != ["cache"]:
+        raise SystemExit(main())
+    from packhorse.cache.workers import one_early
+    from packhorse.start import leave, set_up_libraries
+
+    set_up_libraries()
+    with one_early() if command[1:2] == ["build"] else nullcontext():
+        status = main()
+    leave(status)
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run()

@@ -21,7 +21,12 @@ def main(core: str) -> None:
     from dataclasses import asdict
     from pathlib import Path
 
-    import pyarrow.parquet  # noqa: F401  (so that it is there when the first job comes)
+    # So that they are there when the first message comes.
+    import pyarrow.parquet  # noqa: F401
+    import tokenizers  # noqa: F401
+
+    with suppress(ImportError):
+        import fastokens  # noqa: F401
 
     from packhorse.cache.build import Builder, Job, build_all
     from packhorse.corpus.documents import TextFile

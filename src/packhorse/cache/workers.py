@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,32 @@ def pin(core: int) -> None:
             os.sched_setaffinity(0, {core})
 
 
+_early: list[subprocess.Popen] = []
+"""A process that was started before it was known whether anybody needs it."""
+
+
+@contextmanager
+def one_early() -> Iterator[None]:
+    """Start a process at once, where there is a core for it: it imports while the caller still reads its command.
+
+    The next `Workers` take it, or end it when they want none.
+    """
+    cores = usable_cores()
+    if len(cores) > 1:
+        _early.append(_launch(cores[1]))
+    try:
+        yield
+    finally:
+        _end_early()
+
+
+def _end_early() -> None:
+    while _early:
+        worker = _early.pop()
+        worker.kill()
+        worker.wait()
+
+
 class Workers:
     """The builders of a cache: this process, and others beside it.
 
@@ -62,6 +88,7 @@ class Workers:
         self._number = num_workers
         self._messages: queue.Queue = queue.Queue()
         self._others = {i: _start(self._cores[i % len(self._cores)], i, self._messages) for i in range(1, num_workers)}
+        _end_early()
         self._here: queue.Queue = queue.Queue()
         self._thread: threading.Thread | None = None
         self._stopped = False
@@ -180,6 +207,12 @@ class Workers:
 
 
 def _start(core: int, number: int, messages: queue.Queue) -> subprocess.Popen:
+    worker = _early.pop() if number == 1 and _early else _launch(core)
+    threading.Thread(target=_listen, args=(number, worker, messages), daemon=True).start()
+    return worker
+
+
+def _launch(core: int) -> subprocess.Popen:
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
@@ -191,7 +224,7 @@ def _start(core: int, number: int, messages: queue.Queue) -> subprocess.Popen:
         "MALLOC_MMAP_THRESHOLD_": str(2**30),
         "MALLOC_TRIM_THRESHOLD_": str(2**30),
     }
-    worker = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-m", "packhorse.cache.worker", str(core)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -200,8 +233,6 @@ def _start(core: int, number: int, messages: queue.Queue) -> subprocess.Popen:
         # Ctrl-C is for the parent alone: it decides what becomes of its workers.
         start_new_session=True,
     )
-    threading.Thread(target=_listen, args=(number, worker, messages), daemon=True).start()
-    return worker
 
 
 def _listen(number: int, worker: subprocess.Popen, messages: queue.Queue) -> None:

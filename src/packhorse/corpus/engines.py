@@ -204,7 +204,7 @@ def load_fastokens(tokenizer_json: str, split_special_tokens: bool) -> Fastokens
 def load_early(tokenizer_json: Path, split_special_tokens: bool) -> None:
     """Have the engines loaded when they are needed; whether they can be used is found out then."""
     with suppress(Exception):
-        text = tokenizer_json.read_text(encoding="utf-8")
+        text = tokenizer_json.read_bytes().decode()
         load_fastokens(text, split_special_tokens)
         load_reference(text, split_special_tokens)
 

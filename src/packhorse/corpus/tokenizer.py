@@ -274,7 +274,7 @@ def _tokenizer_files(path: Path) -> list[Path]:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(f"The tokenizer file {file} cannot be read: {error}") from None
 
