@@ -400,6 +400,11 @@ def utf16(suffix):
     return write
 
 
+def utf16_gz(folder):
+    (folder / "a.txt.gz").write_bytes(gzip.compress("from another system\n".encode("utf-16")))
+    return str(folder)
+
+
 def empty_file(folder):
     (folder / "a.jsonl").touch()
     return str(folder / "a.jsonl")
@@ -430,6 +435,7 @@ BAD = {
         utf16(".txt"),
         "UTF-16, and text must be UTF-8.\nConvert it: iconv -f UTF-16 -t UTF-8 a.txt > a.utf8.txt",
     ),
+    "compressed UTF-16": (utf16_gz, "iconv -f UTF-16 -t UTF-8 a.txt > a.utf8.txt"),
     "UTF-16 JSON": (utf16(".jsonl"), "UTF-16"),
     "a URL": (lambda folder: "https://example.org/a.jsonl", r"a URL.*\{path: json, data_files: https://example"),
     "a URL that is not there": (

@@ -1,22 +1,19 @@
 """A path -> the files of a source, each with what identifies its content."""
 
-import codecs
 import glob
 import hashlib
 import os
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from packhorse.corpus.documents import Reading, TextFile
 from packhorse.corpus.filters import kind_of, parse_filters, wrong_kind
 from packhorse.corpus.hub import tell_once
-from packhorse.corpus.lines import parse_row, starts_with_bracket
+from packhorse.corpus.lines import COMPRESSIONS, parse_row, refuse_utf16, starts_with_bracket
 from packhorse.corpus.masks import column_kind
 from packhorse.corpus.tables import open_arrow, open_parquet
 from packhorse.errors import SourceError
 
-COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 LOOK_BYTES = 2**28
 """How far a valid JSON line is looked for."""
 
@@ -89,11 +86,7 @@ def source_file(path: Path, reading: Reading) -> SourceFile:
     except OSError as error:
         raise SourceError(f"The file {path} cannot be read: {error.strerror}.") from None
     if not packed and kind not in ("parquet", "arrow"):
-        if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise SourceError(
-                f"The file {path} is UTF-16, and text must be UTF-8.\nConvert it: iconv -f UTF-16 -t UTF-8 "
-                f"{shlex.quote(path.name)} > {shlex.quote(f'{path.stem}.utf8{path.suffix}')}"
-            )
+        refuse_utf16(head, path)
         packed = "array" if kind == "jsonl" and starts_with_bracket(head) else ""
     column = reading.column if kind in _KINDS.values() else ""
     file = TextFile(path=str(path.absolute()), kind=kind, column=column, filters=reading.filters)

@@ -6,10 +6,12 @@ inside a JSON string.
     b'{"text": "a"}\n{"text": "b"}\n'  ->  b'{"text": "a"}\n', b'{"text": "b"}\n'  ->  "a", "b"
 """
 
+import codecs
 import gzip
 import io
 import json
 import re
+import shlex
 import zlib
 from collections.abc import Iterator
 from itertools import pairwise
@@ -23,6 +25,7 @@ from packhorse.errors import DocumentTooLongError, SourceError
 if TYPE_CHECKING:
     from packhorse.corpus.documents import TextFile
 
+COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 BLOCK_BYTES = 2**20
 """Bytes that are read at a time."""
 
@@ -144,17 +147,34 @@ def refuse_longer(size: int, max_bytes: int | None, file: "TextFile") -> None:
 
 
 def decompress(path: str) -> Iterator[bytes]:
-    """The content of a compressed file (gz, zst, bz2, xz), a block at a time."""
+    """The content of a compressed file (gz, zst, bz2, xz), a block at a time.
+
+    Raises:
+        SourceError: it is damaged, or is no UTF-8.
+    """
     import bz2
     import lzma
 
     openers = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
     try:
         with openers[Path(path).suffix](path, "rb") as stream:
+            block = stream.read(BLOCK_BYTES)
+            refuse_utf16(block, Path(path))
+            yield block
             while block := stream.read(BLOCK_BYTES):
                 yield block
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise SourceError(f"The compressed file {path} cannot be read: it is damaged or cut off ({error}).") from None
+
+
+def refuse_utf16(head: bytes, path: Path) -> None:
+    """Refuse text that begins as UTF-16 does: as UTF-8 it would be rows that are not valid, or garbage."""
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        plain = Path(path.stem) if path.suffix in COMPRESSIONS else path
+        raise SourceError(
+            f"The file {path} is UTF-16, and text must be UTF-8.\nConvert it: iconv -f UTF-16 -t UTF-8 "
+            f"{shlex.quote(plain.name)} > {shlex.quote(f'{plain.stem}.utf8{plain.suffix}')}"
+        )
 
 
 def starts_with_bracket(data: bytes) -> bool:
