@@ -145,9 +145,26 @@ def test_a_stream_without_text_is_refused(texts, gpt2_like, tmp_path):
 
 
 def test_documents_that_begin_at_no_place_are_not_taken_for_none(gpt2_like, tmp_path):
-    (tmp_path / "a.txt").write_text("a book of books " * 100_000)
+    (tmp_path / "a.txt").write_text("a book of books in one line " * 60_000)
     with pytest.raises(SourceError, match=r"None of the documents of .* begins at .* 30 places (.|\n)*--places"):
-        estimate_cache(settings_for(str(tmp_path / "a.txt"), gpt2_like, tmp_path, sample_by="document"), places=30)
+        estimate_cache(settings_for(str(tmp_path / "a.txt"), gpt2_like, tmp_path), places=30)
+
+
+@pytest.mark.parametrize("most", [3_000, 10**9])
+@pytest.mark.parametrize("packing", ["best_fit", "pad"])
+def test_files_that_are_one_document_each_are_estimated(build, gpt2_like, tmp_path, monkeypatch, packing, most):
+    monkeypatch.setattr(places, "MOST_OF_A_DOCUMENT", most)
+    (tmp_path / "books").mkdir()
+    for number, text in enumerate([*skewed_texts(3_000)[::20], "a book of books " * 1_000, " "]):
+        (tmp_path / "books" / f"{number}.txt").write_text(text)
+    settings = settings_for(str(tmp_path / "books"), gpt2_like, tmp_path, sample_by="document", packing=packing)
+    estimate = estimate_cache(settings, places=400)
+    cache = build(settings.source, sequence_length=64, sequences_per_chunk=250, sample_by="document", packing=packing)
+    assert cache.summary.documents == 151
+    for name in ("documents", "tokens", "sequences"):
+        figure, truth = getattr(estimate, name), truth_of(cache)[name]
+        assert figure.low * 0.95 <= truth <= figure.high * 1.05, name
+        assert figure.estimate == pytest.approx(truth, rel=0.35), name
 
 
 def test_a_build_that_would_not_fit_is_refused_before_its_first_chunk(build, skewed, gpt2_like, tmp_path, monkeypatch):

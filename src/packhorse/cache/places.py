@@ -1,7 +1,7 @@
 """Sources -> what stands at random places of them.
 
     source     |......x.........x......x...........x..|      x are places, drawn evenly over the text
-    place      the documents that begin in the next 32 KiB
+    place      the documents that begin in the next 32 KiB; a file that is one document as a whole
 
 The text of a source is known by its weight: bytes of files, or of the column in the footers of parquet files. A place
 says how much weight it stands for, so that totals are sums over places, divided by their weight, times that of the
@@ -35,6 +35,8 @@ from packhorse.errors import SourceError
 
 PLACE_BYTES = 32 * 1024
 """Text that is looked at in one place."""
+MOST_OF_A_DOCUMENT = 256 * 1024
+"""Of a file that is one document only so many characters are tokenized."""
 MAX_UNPACKED = 256 * 2**20
 """Of packed files only so many bytes are unpacked, whole files drawn by chance, at least one."""
 
@@ -97,7 +99,7 @@ def draw_places(
         number = int(np.searchsorted(ends, at, side="right"))
         inside = at - ends[number] + weights[number]
         file, stop = files[ranges[number][0]], ranges[number][2]
-        look = _in_table if file.counts_rows else _in_bytes
+        look = _in_table if file.counts_rows else _of_file if file.kind == "document" else _in_bytes
         places.append(look(file, stop, inside, draw))
     weight = float(weights.sum()) / share
     return Places(places=places, weight=weight, num_rows=num_rows, ranges=ranges, files=files)
@@ -152,6 +154,29 @@ def _in_bytes(file: TextFile, end: int, at: float, draw: np.random.Generator) ->
         size=min(PLACE_BYTES, end - at),
         seconds=time.perf_counter() - begin,
     )
+
+
+def _of_file(file: TextFile, end: int, at: float, draw: np.random.Generator) -> Place:
+    """The one document of a file. Large files are drawn more often, and so much less does each count."""
+    texts, seconds = _whole(file, end)
+    cut = [text[:MOST_OF_A_DOCUMENT] for text in texts]
+    part = sum(map(len, cut)) / max(1, sum(map(len, texts)))
+    return Place(
+        documents=cut,
+        weight=PLACE_BYTES,
+        factor=PLACE_BYTES / (end * (part or 1)),
+        num_documents=len(texts) * PLACE_BYTES / end,
+        size=PLACE_BYTES,
+        seconds=seconds * part,
+    )
+
+
+@lru_cache(maxsize=1)
+def _whole(file: TextFile, end: int) -> tuple[list[str], float]:
+    """The document of a file, if it is one, and how long reading took."""
+    begin = time.perf_counter()
+    texts = [text for batch in read_documents(file, 0, end, Skipped()) for text in batch.texts or []]
+    return texts, time.perf_counter() - begin
 
 
 def _in_table(file: TextFile, end: int, at: float, draw: np.random.Generator) -> Place:
