@@ -13,6 +13,8 @@ import urllib.request
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from conftest import documents_in, make_texts, texts_in, write_jsonl, write_parquet
@@ -25,7 +27,6 @@ LINES = [text.replace("\n", " ") for text in TEXTS]
 
 def made_of(name: str, folder: Path):
     """A source of TEXTS (or LINES) in one of its forms, and the documents that it should give."""
-    import pyarrow as pa
 
     rows = [{"text": text} for text in TEXTS]
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
@@ -238,7 +239,6 @@ def test_only_a_line_feed_ends_a_line(suffix, tmp_path, build):
 
 
 def invalid_rows(form: str, folder: Path):
-    import pyarrow as pa
 
     if form == "parquet":
         values = [b"good", None, b"", b" \n", b"\xff\xfe bad", b"also good", b"\xed\xa0\x80"]
@@ -287,6 +287,23 @@ def test_lists_of_ids_are_taken_as_they_are(form, tmp_path, build, gpt2_like):
     eos = cache.recipe.eos_id
     # One that ends with EOS already does not get another.
     assert documents_in(cache) == [own if own[-1] == eos else [*own, eos] for own in ids]
+
+
+@pytest.mark.parametrize("form", ["dictionary", "plain", "int32", "arrow", "fixed"])
+def test_chunks_of_ids_are_as_large_as_asked_for_however_the_file_encodes_them(form, tmp_path, build):
+    """A dictionary of few ids takes two bytes for each, plain ids eight."""
+    draw = np.random.default_rng(0)
+    kind = pa.list_(pa.int64(), 200) if form == "fixed" else pa.list_(pa.int32() if form == "int32" else pa.int64())
+    table = pa.table({"text": pa.array([draw.integers(1, 500, 200).tolist() for _ in range(400)], kind)})
+    path = tmp_path / ("a.arrow" if form == "arrow" else "a.parquet")
+    if form == "arrow":
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        pq.write_table(table, path, row_group_size=10, use_dictionary=form == "dictionary")
+    cache = build(str(path), eval_share=0.0, sequences_per_chunk=250, packing="concat")
+    assert cache.num_sequences("train") == pytest.approx(400 * 201 / 32, abs=20)
+    assert cache.snapshot.num_chunks == 10
 
 
 class Final:
@@ -369,7 +386,6 @@ def damaged_gz(folder):
 
 
 def cut_zst(folder):
-    import pyarrow as pa
 
     data = pa.compress(b'{"text": "a"}\n' * 2_000 + os.urandom(900), "zstd", asbytes=True)
     (folder / "a.jsonl.zst").write_bytes(data[:-30])

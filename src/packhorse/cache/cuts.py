@@ -8,7 +8,7 @@ from packhorse.corpus.documents import TextFile
 from packhorse.corpus.filters import parse_filters
 from packhorse.corpus.lines import find_cut
 from packhorse.corpus.masks import is_excluded
-from packhorse.corpus.tables import column_bytes, file_version, open_arrow, open_parquet
+from packhorse.corpus.tables import column_weight, file_version, open_arrow, open_parquet
 
 
 def cut_ranges(ranges: list[Range], files: dict[int, TextFile], chunk_bytes: int) -> Iterator[list[Range]]:
@@ -93,7 +93,7 @@ def range_weight(file: TextFile, start: int, stop: int) -> float:
 
 
 def row_groups(file: TextFile) -> list[tuple[int, int, int]]:
-    """(first row, rows, bytes of the column) of each row group that has rows."""
+    """(first row, rows, weight of the column) of each row group that has rows."""
     return _read_row_groups(file, file_version(file.path))
 
 
@@ -101,7 +101,9 @@ def row_groups(file: TextFile) -> list[tuple[int, int, int]]:
 def _read_row_groups(file: TextFile, version: tuple[int, ...]) -> list[tuple[int, int, int]]:
     if file.kind == "arrow":
         column = open_arrow(file.path).column(file.column)
-        return [(0, len(column), column.nbytes)] if len(column) else []
+        is_ids = hasattr(column.type, "value_field")
+        weight = 4 * sum(len(part.flatten()) for part in column.chunks) if is_ids else column.nbytes
+        return [(0, len(column), weight)] if len(column) else []
     groups = []
     comparisons = parse_filters(file.filters)
     opened = open_parquet(file.path)
@@ -111,6 +113,6 @@ def _read_row_groups(file: TextFile, version: tuple[int, ...]) -> list[tuple[int
         if rows:
             # What is known to be left out has no text to read.
             is_left_out = is_excluded(opened, number, comparisons)
-            groups.append((first, rows, 0 if is_left_out else column_bytes(opened, number, file.column)))
+            groups.append((first, rows, 0 if is_left_out else column_weight(opened, number, file.column)))
         first += rows
     return groups
