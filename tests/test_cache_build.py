@@ -39,6 +39,33 @@ def test_workers_and_engines_do_not_change_a_byte(packing, build, tmp_path):
         assert cache.snapshot.digest == caches[0].snapshot.digest
 
 
+def jsonl_with(path, texts, **more) -> str:
+    path.write_text("".join(json.dumps({**more, "text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+CYRILLIC = [text.translate(str.maketrans("abcdefghijklmnopqrst", "абвгдежзиклмнопрстуф")) for text in make_texts(200)]
+STORED = {
+    "lines with other keys": lambda f: jsonl_with(
+        f / "a.jsonl", make_texts(600), url="https://x" * 30, scores=[0.5] * 40
+    ),
+    "lines with escapes": lambda f: jsonl_with(f / "a.jsonl", CYRILLIC),
+    "a dictionary of few texts": lambda f: str(write_parquet(f / "a.parquet", make_texts(30) * 40, rows=10)),
+    "a stream that is not ASCII": lambda f: CYRILLIC,
+}
+
+
+@pytest.mark.parametrize("form", STORED)
+def test_limits_and_chunks_hold_for_tokens_however_a_source_stores_its_text(form, build, tmp_path):
+    source = STORED[form](tmp_path)
+    whole = build(source, sequences_per_chunk=200, eval_share=0.0, cache_dir=str(tmp_path / "whole"))
+    per_chunk = whole.num_sequences("train") / whole.snapshot.num_chunks
+    assert per_chunk == pytest.approx(200, rel=0.15)
+    half = whole.summary.tokens // 2
+    limited = build(source, sequences_per_chunk=200, eval_share=0.0, max_tokens=half)
+    assert limited.summary.tokens == pytest.approx(half, rel=0.1)
+
+
 def test_a_builder_that_is_ready_first_takes_more_chunks(monkeypatch, tmp_path):
     """The one in this process is still loading when the other has built all that is left."""
     others: list[Ready] = []

@@ -33,6 +33,8 @@ from packhorse.corpus.tokens import Tokens, tokenize
 from packhorse.errors import SourceError, TokenizerError
 
 RESAMPLES = 1_000
+DRAWN_CHUNKS = 8
+"""Small chunks end with rows that are more or less full."""
 RECORD_BYTES = 1_200
 """What a chunk takes beside its file: its record, its row in the index, its entry in the plan."""
 FOLDER_BYTES = 8_192
@@ -210,21 +212,22 @@ def _encode(sample: list[Tokens], recipe: Recipe, compression: str) -> tuple[flo
 def _utilisation(
     sample: list[Tokens], recipe: Recipe, sequences_per_chunk: int, total: float, draw: np.random.Generator
 ) -> float:
-    """Of a chunk of documents like those of the sample, without what `pad` and `window` take on purpose."""
+    """Of chunks of documents like those of the sample, without what `pad` and `window` take on purpose."""
     lengths = np.concatenate([_kept(tokens, recipe) for tokens in sample])
     if recipe.packing == "pad" or not len(lengths):
         return 1.0
     wanted = min(sequences_per_chunk * recipe.sequence_length, total)
-    order = draw.integers(0, len(lengths), round(wanted / lengths.mean()) + 1)
-    lengths = lengths[order]
-    is_eval = draw.random(len(lengths)) < recipe.eval_share
-    sequences = 0
-    for side in (lengths[~is_eval], lengths[is_eval]):
-        ids = np.zeros(side.sum(), np.uint8)
-        sequences += len(
-            pack(recipe.packing, ids, np.cumsum(side), recipe.sequence_length, 0, None, recipe.overlap).tokens
-        )
-    return _places(lengths, recipe).sum() / (sequences * recipe.sequence_length)
+    taken = sequences = 0
+    for _ in range(DRAWN_CHUNKS):
+        chosen = lengths[draw.integers(0, len(lengths), round(wanted / lengths.mean()) + 1)]
+        taken += _places(chosen, recipe).sum()
+        is_eval = draw.random(len(chosen)) < recipe.eval_share
+        for side in (chosen[~is_eval], chosen[is_eval]):
+            ids = np.zeros(side.sum(), np.uint8)
+            sequences += len(
+                pack(recipe.packing, ids, np.cumsum(side), recipe.sequence_length, 0, None, recipe.overlap).tokens
+            )
+    return taken / (sequences * recipe.sequence_length)
 
 
 def _count_chunks(

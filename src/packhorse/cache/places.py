@@ -27,9 +27,8 @@ from packhorse.corpus.documents import (
     is_unicode,
     read_documents,
 )
-from packhorse.corpus.filters import LEFT_OUT
 from packhorse.corpus.lines import find_cut
-from packhorse.corpus.sources import Document, Files, Stream
+from packhorse.corpus.sources import Document, Files, Stream, document_bytes
 from packhorse.corpus.tables import cell_bytes, read_column, to_python
 from packhorse.errors import SourceError
 
@@ -233,7 +232,7 @@ def _of_stream(source: Stream, count: int, limit: int | None) -> Places:
     for document in source.read(0):
         rows += 1
         documents.append(document)
-        size += _size(document)
+        size += document_bytes(document)
         if size >= PLACE_BYTES:
             places.append(_of_documents(documents, size if is_sized else len(documents), begin))
             documents, size, begin = [], 0, time.perf_counter()
@@ -264,9 +263,3 @@ def _is_document(cell: Document) -> bool:
     if isinstance(cell, str):
         return bool(cell) and not cell.isspace() and is_unicode(cell)
     return isinstance(cell, np.ndarray) and len(cell) > 0
-
-
-def _size(document: Document) -> int:
-    if document is None or document is LEFT_OUT:
-        return 1
-    return len(document.encode("utf-8", "surrogatepass")) if isinstance(document, str) else 4 * len(document)

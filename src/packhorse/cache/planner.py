@@ -19,7 +19,7 @@ from packhorse.cache.planned import PlannedFiles, refuse_other_sources
 from packhorse.cache.rate import tokens_per_byte, tokens_per_byte_of
 from packhorse.corpus.documents import file_length
 from packhorse.corpus.files import SourceFile, check_column
-from packhorse.corpus.sources import Deferred, Document, Files, Source, Stream
+from packhorse.corpus.sources import Deferred, Document, Files, Source, Stream, document_bytes
 from packhorse.errors import SourceChangedError, SourceError
 
 SEARCHED_CHUNKS = 32
@@ -323,7 +323,7 @@ def _take_bytes(documents: Iterator[Document], size: int) -> list[Document]:
     taken: list[Document] = []
     while size > 0 and (document := next(documents, _END)) is not _END:
         taken.append(document)
-        size -= 1 if document is None else len(document)
+        size -= document_bytes(document)
     return taken
 
 
@@ -338,6 +338,6 @@ def _first_bytes(documents: Iterator[Document], size: float) -> Iterator[Documen
     """Documents until they have so many bytes of text; at least one."""
     for document in documents:
         yield document
-        size -= 1 if document is None else len(document) * (1 if isinstance(document, str) else 4)
+        size -= document_bytes(document)
         if size <= 0:
             return

@@ -1,5 +1,6 @@
 """Some texts -> how many tokens a byte of text gives, which decides how much text makes a chunk."""
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -8,7 +9,8 @@ from packhorse.cache.cuts import range_weight
 from packhorse.cache.plan import Range
 from packhorse.corpus.documents import Skipped, TextFile, is_unicode, read_documents
 from packhorse.corpus.lines import find_cut
-from packhorse.corpus.sources import Document
+from packhorse.corpus.sources import Document, document_bytes
+from packhorse.corpus.tables import cell_bytes, holds_ids, read_column
 
 SAMPLE_BYTES = 64 * 1024
 """Text that is tokenized to learn how many bytes a chunk needs."""
@@ -20,22 +22,32 @@ PLACE_BYTES, PLACE_ROWS = 4 * 2**20, 20_000
 LEAST_SHARE = 0.05
 """If fewer pass, chunks become smaller: if more did elsewhere, they would become large."""
 
+LEAST_DENSITY = 0.01
+"""Of text that gives hardly any token, chunks are not larger than this asks for."""
+
 CountTokens = Callable[[list[str]], int]
 
 
 def tokens_per_byte(ranges: list[Range], files: dict[int, TextFile], count_tokens: CountTokens) -> float:
     """Of files, from texts at two places: of the first range the beginning, of the middle one the middle.
 
-    With filters it is that of the text that passes, times the share of the rows that do.
+    A byte is one of those that `range_weight` counts, by which chunks are cut: in lines of JSON with other keys, or a
+    column that is encoded as a dictionary, there is more or less text than that. Rows that no filter passes weigh too.
     """
-    sample: list[Document] = []
+    tokens = weight = 0.0
     skipped = Skipped()
     for file, start, stop in _places(ranges, files):
-        batch = next(read_documents(file, start, stop, skipped, SAMPLE_BYTES // 2), None)
-        if batch is not None:
-            sample += batch.texts or batch.ids or []
-    share = (skipped.rows - skipped.filtered) / max(skipped.rows, 1) if skipped.filtered else 1.0
-    return tokens_per_byte_of(sample, count_tokens) * max(share, LEAST_SHARE)
+        reader = read_documents(file, start, stop, skipped, SAMPLE_BYTES // 2)
+        batches = list(itertools.islice(reader, 1) if file.counts_rows else reader)
+        documents: list[Document] = [document for batch in batches for document in batch.texts or batch.ids or []]
+        size = sum(map(document_bytes, documents))
+        if file.counts_rows:
+            # Rows weigh alike, however long they are: only many of them say what there is for that weight.
+            stop, size = _part_of_table(file, start, stop, SAMPLE_BYTES // 2)
+        tokens += size * tokens_per_byte_of(documents, count_tokens)
+        weight += range_weight(file, start, stop)
+    least = LEAST_SHARE * skipped.rows / max(skipped.rows - skipped.filtered, 1) if skipped.filtered else 1.0
+    return max(tokens / max(weight, 1.0) * max(1.0, least), LEAST_DENSITY)
 
 
 def _places(ranges: list[Range], files: dict[int, TextFile]) -> Iterator[tuple[TextFile, int, int]]:
@@ -47,20 +59,36 @@ def _places(ranges: list[Range], files: dict[int, TextFile]) -> Iterator[tuple[T
     for place in reversed(range(count)):
         number, first, stop = ranges[len(ranges) * place // count]
         file, start = files[number], first + (stop - first) * place // count
-        if not file.counts_rows and start > first:
-            start = find_cut(file, start, stop)
-        if is_filtered:
-            stop = min(stop, start + PLACE_ROWS) if file.counts_rows else find_cut(file, start + PLACE_BYTES, stop)
-            if not range_weight(file, start, stop):
-                continue  # no row of it passes, and it will not weigh in a chunk either
+        if not file.counts_rows:
+            start = find_cut(file, start, stop) if start > first else start
+            stop = find_cut(file, start + (PLACE_BYTES if is_filtered else SAMPLE_BYTES // 2), stop)
+        else:
+            stop = min(stop, start + PLACE_ROWS)
+        if is_filtered and not range_weight(file, start, stop):
+            continue  # no row of it passes, and it will not weigh in a chunk either
         yield file, start, stop
 
 
+def _part_of_table(file: TextFile, start: int, stop: int, enough: int) -> tuple[int, float]:
+    """One past the last row of as many row groups as have `enough` bytes of documents, and how many these have."""
+    size = 0.0
+    for cells, keep in read_column(file.path, file.kind, file.column, start, stop, file.filters):
+        start += len(cells) if keep is None else len(keep)
+        size += float(cell_bytes(cells).sum()) * (0.5 if holds_ids(cells.type) else 1)  # an id counts as four bytes
+        if size >= enough:
+            break
+    return start, size
+
+
 def tokens_per_byte_of(sample: list[Document], count_tokens: CountTokens) -> float:
-    """Of some documents; an id counts as four bytes."""
-    # Of a book of books the beginning says enough; the reference would take minutes and gigabytes for the whole.
-    cut = [document[:SAMPLE_BYTES] for document in sample if isinstance(document, str)]
-    texts = [text for text in cut if is_unicode(text)]
-    ids = sum(len(document) for document in sample if isinstance(document, np.ndarray))
-    size = sum(len(text.encode()) for text in texts) + 4 * ids
-    return max((ids + (count_tokens(texts) if texts else 0)) / max(size, 1), 0.01)
+    """Of some documents, each as many bytes as `document_bytes` says."""
+    if any(isinstance(document, np.ndarray) for document in sample):
+        return 1 / document_bytes(np.zeros(1, np.int64))
+    texts: list[str] = []
+    size = 0
+    for document in sample:
+        # Of a book of books the beginning says enough; the reference would take minutes and gigabytes for the whole.
+        if isinstance(document, str) and size < SAMPLE_BYTES and is_unicode(cut := document[:SAMPLE_BYTES]):
+            texts.append(cut)
+            size += document_bytes(cut)
+    return max(count_tokens(texts) / max(size, 1) if texts else 0, LEAST_DENSITY)

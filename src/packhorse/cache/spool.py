@@ -19,7 +19,7 @@ from packhorse.cache import store
 from packhorse.cache.regular import read_parts
 from packhorse.corpus.filters import LEFT_OUT
 from packhorse.corpus.lines import decompress, starts_with_bracket
-from packhorse.corpus.sources import Document
+from packhorse.corpus.sources import Document, document_bytes
 from packhorse.corpus.tables import file_version
 from packhorse.errors import CacheCorruptionError, SourceError
 
@@ -72,7 +72,7 @@ def cut_stream(documents: Iterator[Document], part_bytes: int) -> Iterator[list[
     size = 0
     for document in documents:
         part.append(document)
-        size += len(document) * (4 if isinstance(document, np.ndarray) else 1) if document is not None else 1
+        size += document_bytes(document)
         if size >= part_bytes:
             yield part
             part, size = [], 0

@@ -39,6 +39,13 @@ Document = str | np.ndarray | None | LeftOut
 """What a row holds; None for null."""
 
 
+def document_bytes(document: Document) -> int:
+    """What a document weighs: a text its UTF-8, an id four bytes, a row without a document one."""
+    if isinstance(document, str):
+        return len(document) if document.isascii() else len(document.encode("utf-8", "surrogatepass"))
+    return 4 * len(document) if isinstance(document, np.ndarray) else 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Files:
     """Files that can be sought (once they are unpacked)."""

@@ -202,12 +202,19 @@ def _large_group(
         raise SourceError(f"Row group {number} of the parquet file {path} cannot be read: {error}") from None
 
 
+def holds_ids(kind) -> bool:
+    """Whether a column of this type has lists."""
+    import pyarrow as pa
+
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
 def to_python(column) -> list:
     """The cells of a column: texts, arrays, None; what is not UTF-8 comes as bytes."""
     import pyarrow as pa
 
     kind = column.type
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    if holds_ids(kind):
         ids = _integer_lists(column)
         return ids if ids is not None else [None if cell is None else to_ids(cell) for cell in column.to_pylist()]
     if pa.types.is_dictionary(kind):
