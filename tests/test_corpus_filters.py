@@ -102,6 +102,28 @@ def test_a_part_of_a_row_group_is_filtered_as_the_whole(files):
     assert [text for part in parts for text in part] == expected(["score >= 3"])
 
 
+NUMBERS = {
+    "int64": (pa.array([2**60, 2**60 + 2**40, None], pa.int64()), [f"> {2**60 + 0.5}", f"> {2**60}"]),
+    "uint64": (pa.array([2**63, 2**63 + 2**20, None], pa.uint64()), [f"> {2**63 - 1}", "> 3", "> -1.5"]),
+    "float16": (pa.array(np.float16([1.5, 3.5, np.nan])), ["> 3", "!= 1.5", ">= 1.5"]),
+    "float32": (pa.array([0.9, 0.95, None], pa.float32()), [">= 0.9", "< 0.95", "!= 0.9"]),
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_numbers_of_every_size_are_compared_as_python_compares_them(kind, tmp_path):
+    numbers, tails = NUMBERS[kind]
+    pq.write_table(pa.table({"text": ["a", "b", "c"], "n": numbers}), tmp_path / "a.parquet")
+    for tail in tails:
+        texts, _, _ = read(TextFile(path=str(tmp_path / "a.parquet"), kind="parquet", filters=(f"n {tail}",)), 3)
+        values = [
+            value if value is None else getattr(value, "item", lambda v=value: v)() for value in numbers.to_pylist()
+        ]
+        assert texts == [
+            t for t, n in zip("abc", values, strict=True) if n is not None and eval(f"{n!r} {tail}", {"nan": np.nan})
+        ]
+
+
 @pytest.mark.parametrize("kind", ["files", "stream"])
 def test_a_cache_holds_what_passes_and_its_records_count_the_rest(build, files, kind):
     filters = ("score >= 3", "language != 'de'")

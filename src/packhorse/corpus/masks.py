@@ -6,7 +6,7 @@ from packhorse.corpus.filters import Comparison, kind_of, wrong_kind
 from packhorse.errors import SourceError
 
 _COMPARE = {"==": "equal", "!=": "not_equal", "<": "less", "<=": "less_equal", ">": "greater", ">=": "greater_equal"}
-"""The functions of pyarrow."""
+"""The functions of numpy and pyarrow."""
 
 
 def is_excluded(file, number: int, comparisons: tuple[Comparison, ...]) -> bool:
@@ -47,6 +47,14 @@ def keep_rows(table, comparisons: tuple[Comparison, ...]) -> np.ndarray:
                 column = column.cast(column.type.value_type)
             if column_kind(column.type) not in ("", comparison.kind):
                 raise SourceError(f"Cannot go on: {wrong_kind(comparison, str(column.type))}.")
+            if comparison.kind == "number" and not pa.types.is_null(column.type):
+                # Arrow refuses to compare large integers with fractions, or with integers of another size.
+                is_floating = pa.types.is_floating(column.type)
+                value = np.float64(comparison.value) if is_floating else comparison.value
+                numbers = column if is_floating else pc.fill_null(column, 0)
+                compare = getattr(np, _COMPARE[comparison.operator])
+                keep &= pc.is_valid(column).to_numpy() & compare(numbers.to_numpy(), value)
+                continue
             value = comparison.value
             if comparison.kind == "text":
                 column, value = column.cast(pa.large_string()), pa.scalar(value, pa.large_string())
