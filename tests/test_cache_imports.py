@@ -137,5 +137,6 @@ def test_the_bytes_of_cells_are_those_that_arrow_counts():
         column = pa.chunked_array([pa.array(texts).cast(kind)] * 2)
         assert cell_bytes(column.slice(1, 7)).tolist() == (wanted * 2)[1:8]
     assert cell_bytes(pa.chunked_array([pa.array(texts).dictionary_encode()])).tolist() == wanted
+    assert cell_bytes(pa.chunked_array([pa.array(texts, pa.string_view())])).tolist() == wanted
     assert cell_bytes(pa.array([[1, 2], None, [], [5]])).tolist() == [16, 0, 0, 8]
     assert cell_bytes(pa.nulls(2)).tolist() == [0, 0]

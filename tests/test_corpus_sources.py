@@ -306,6 +306,38 @@ def test_chunks_of_ids_are_as_large_as_asked_for_however_the_file_encodes_them(f
     assert cache.snapshot.num_chunks == 10
 
 
+def test_what_datasets_computes_of_a_saved_data_set_is_not_part_of_it(tmp_path):
+    import datasets
+
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
+    before = open_sources(str(tmp_path / "saved"))
+    datasets.load_from_disk(str(tmp_path / "saved")).map(lambda row: {"text": row["text"] + "!"})
+    assert len(list((tmp_path / "saved").glob("*.arrow"))) == 2
+    assert open_sources(str(tmp_path / "saved")) == before
+    (tmp_path / "saved" / "state.json").write_text("{}")
+    with pytest.raises(SourceError, match=r"state\.json cannot be read"):
+        open_sources(str(tmp_path / "saved"))
+
+
+def test_a_cache_inside_of_its_source_is_no_text(tmp_path, build):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    (tmp_path / "tokenizers").mkdir()
+    write_jsonl(tmp_path / "tokenizers" / "b.jsonl", ["about tokenizers"])
+    first = build(str(tmp_path), cache_dir=str(tmp_path / "runs" / "cache"))
+    again = build(str(tmp_path), cache_dir=str(tmp_path / "runs" / "cache"))
+    assert texts_in(again) == texts_in(first) == [*TEXTS, "about tokenizers"]
+
+
+def test_links_to_folders_are_followed_once(tmp_path):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "else").mkdir()
+    write_jsonl(tmp_path / "else" / "a.jsonl", TEXTS)
+    (tmp_path / "source" / "linked").symlink_to(tmp_path / "else")
+    (tmp_path / "else" / "back").symlink_to(tmp_path / "source")
+    (source,) = open_sources(str(tmp_path / "source"))
+    assert [file.file.path for file in source.files] == [str(tmp_path / "source" / "linked" / "a.jsonl")]
+
+
 class Final:
     """Ids that are what they should be."""
 
@@ -421,6 +453,12 @@ def utf16_gz(folder):
     return str(folder)
 
 
+def write_arrow(folder, column):
+    with pa.ipc.new_file(folder / "a.arrow", (table := pa.table({"text": column})).schema) as writer:
+        writer.write_table(table)
+    return folder / "a.arrow"
+
+
 def empty_file(folder):
     (folder / "a.jsonl").touch()
     return str(folder / "a.jsonl")
@@ -437,6 +475,14 @@ BAD = {
     "missing key": (
         lambda folder: {"path": str(write_jsonl(folder / "a.jsonl", TEXTS)), "text_column": "x"},
         "It has: text",
+    ),
+    "views of lists": (
+        lambda folder: str(write_arrow(folder, pa.array([[1, 2]], pa.list_view(pa.int32())))),
+        "neither texts nor lists of ids",
+    ),
+    "a dictionary of numbers": (
+        lambda folder: str(write_arrow(folder, pa.array([1, 2]).dictionary_encode())),
+        "neither texts nor lists of ids",
     ),
     "numbers": (lambda folder: str(write_parquet(folder / "a.parquet", [1, 2])), "neither texts nor lists of ids"),
     "truncated parquet": (truncated_parquet, r"a\.parquet cannot be read: it is damaged or cut off"),

@@ -2,7 +2,9 @@
 
 import glob
 import hashlib
+import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from packhorse.corpus.filters import kind_of, parse_filters, wrong_kind
 from packhorse.corpus.hub import tell_once
 from packhorse.corpus.lines import COMPRESSIONS, parse_row, refuse_utf16, starts_with_bracket
 from packhorse.corpus.masks import column_kind
-from packhorse.corpus.tables import open_arrow, open_parquet
+from packhorse.corpus.tables import holds_ids, open_arrow, open_parquet
 from packhorse.errors import SourceError
 
 LOOK_BYTES = 2**28
@@ -48,10 +50,10 @@ def find_files(name: str, reading: Reading) -> list[SourceFile]:
         if (path / "dataset_dict.json").exists():
             splits = sorted(p.name for p in path.iterdir() if p.is_dir())
             raise SourceError(f"{name} holds several splits ({', '.join(splits)}): name one, like {name}/{splits[0]}.")
-        inside = [p for p in sorted(path.rglob("*")) if p.is_file() and not _hidden(p, path)]
+        inside = sorted(_walk(path))
         paths = [p for p in inside if suffix_of(p.name)]
-        if (path / "state.json").exists():  # a data set that `datasets` saved, with its description in JSON
-            paths = [p for p in paths if p.suffix == ".arrow"]
+        if (path / "state.json").exists():
+            paths = _saved_files(path)
         elif 0 < len(paths) < len(inside):
             others = [str(p.relative_to(path)) for p in inside if p not in set(paths)]
             dots = ", ..." if len(others) > NAMED_FILES else ""
@@ -160,15 +162,13 @@ def check_column(file: TextFile) -> None:
         columns = schema.names
         if file.column in columns:
             kind = schema.field(file.column).type
-            inner = getattr(kind, "value_type", None)
+            inner = kind.value_type if pa.types.is_dictionary(kind) else kind
             texts = (
                 *(pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view),
                 *(pa.types.is_binary, pa.types.is_large_binary, pa.types.is_null),
             )
-            if any(is_kind(kind) for is_kind in texts) or (inner is not None and pa.types.is_integer(inner)):
+            if any(is_kind(inner) for is_kind in texts) or (holds_ids(kind) and pa.types.is_integer(kind.value_type)):
                 return
-            if inner is not None and pa.types.is_string(inner):
-                return  # a dictionary of texts
             raise SourceError(
                 f"The column {file.column!r} of {file.path} holds {kind}, neither texts nor lists of ids."
             )
@@ -211,8 +211,31 @@ def _kinds_of(file: TextFile) -> dict[str, str] | None:
     return {}
 
 
-def _hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in path.relative_to(root).parts)
+def _walk(root: Path) -> Iterator[Path]:
+    """The files of a folder and of those inside, links too; neither what is hidden nor token caches."""
+    seen: set[str] = set()
+    for name, folders, files in os.walk(root, followlinks=True):
+        folder = Path(name)
+        if (real := os.path.realpath(folder)) in seen:  # a link to a folder that is looked through anyway
+            folders.clear()
+            continue
+        seen.add(real)
+        caches = {f for f in folders if (folder / f / "recipe.json").exists() and (folder / f / "plan").is_dir()}
+        besides = {"tokenizers"} if caches else set()
+        folders[:] = sorted(f for f in folders if not f.startswith((".", "_")) and f not in caches | besides)
+        paths = (folder / file for file in files if not file.startswith((".", "_")))
+        yield from (path for path in paths if path.is_file())
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """The files of a data set that `datasets` saved: what it computes of one later is kept beside them."""
+    try:
+        listed = json.loads((folder / "state.json").read_bytes())["_data_files"]
+        return [folder / Path(file["filename"]).name for file in listed]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SourceError(
+            f"{folder} is a data set that `datasets` saved, but its state.json cannot be read ({error!r})."
+        ) from None
 
 
 def _first_row(file: TextFile) -> dict | None:

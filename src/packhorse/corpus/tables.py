@@ -156,6 +156,8 @@ def _sizes(array) -> np.ndarray:
     kind, count, unit = array.type, len(array), 1
     if pa.types.is_dictionary(kind):
         return _sizes(array.dictionary_decode())
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        return _sizes(array.cast(pa.large_binary()))
     if not count or pa.types.is_null(kind):
         return np.zeros(count, np.int64)
     if pa.types.is_fixed_size_list(kind):
