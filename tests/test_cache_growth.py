@@ -178,6 +178,26 @@ def test_what_a_limit_cut_off_of_a_finished_source_that_grew_is_planned_later(li
     assert texts_in(build(str(tmp_path / "data"), sequences_per_chunk=4)) == TEXTS
 
 
+def test_a_line_that_is_still_being_written_is_refused_or_left_until_it_is_whole(build, tmp_path):
+    lines = [json.dumps({"text": text}) + "\n" for text in TEXTS]
+    path = tmp_path / "a.jsonl"
+    for name, count in (("from the beginning", 3), ("grown", 60)):
+        path.write_text("".join(lines[:count]))
+        if name == "grown":
+            build(str(path), name=name)
+        with path.open("a") as stream:
+            stream.write(lines[count][:-20])
+        with pytest.raises(SourceError, match="ends in the middle of a line|line 4 is not valid JSON"):
+            build(str(path), name=name)
+        assert texts_in(build(str(path), name=f"{name}, skipped", invalid_rows="skip")) == TEXTS[:count]
+        with path.open("a") as stream:
+            stream.write(lines[count][-20:-1])  # whole, but for its end
+        for each, more in ((name, {}), (f"{name}, skipped", {"invalid_rows": "skip"})):
+            cache = build(str(path), name=each, **more)
+            assert texts_in(cache) == TEXTS[: count + 1]
+            assert cache.summary.rows_invalid == 0
+
+
 def test_growth_that_dies_between_two_pages_is_planned_to_its_end_later(build, tmp_path, monkeypatch):
     settings = {"deduplicate": "exact", "sequences_per_chunk": 4}
     (tmp_path / "data").mkdir()

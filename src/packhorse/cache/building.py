@@ -99,6 +99,7 @@ class Building:
             max_chunks=settings.max_chunks,
             max_tokens=settings.max_tokens_in_all,
             deduplicate=recipe.deduplicate == "exact",
+            is_strict=settings.invalid_rows == "error",
         )
         self.progress = self._new_progress()
         self._waiting: dict[Path, int] = {}  # spool -> unfinished chunks that still need it

@@ -8,6 +8,7 @@ chunk, and their pages are published (and built) as they come.
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from packhorse.cache import rate, spool
 from packhorse.cache.cuts import cut_ranges, first_bytes
@@ -19,6 +20,8 @@ from packhorse.cache.planned import PlannedFiles, refuse_other_sources
 from packhorse.cache.rate import tokens_per_byte, tokens_per_byte_of
 from packhorse.corpus.documents import file_length
 from packhorse.corpus.files import SourceFile, check_column
+from packhorse.corpus.hub import tell_once
+from packhorse.corpus.lines import whole_lines
 from packhorse.corpus.sources import Deferred, Document, Files, Source, Stream, document_bytes
 from packhorse.errors import SourceChangedError, SourceError
 
@@ -41,6 +44,7 @@ class Planner:
         deduplicate: Find the documents that have a place before.
         max_chunks: Chunks to plan in all, None for as many as it takes.
         max_tokens: Tokens to plan in all, by the rate of a sample; None for all.
+        is_strict: Refuse JSON lines that end in the middle.
     """
 
     def __init__(
@@ -55,7 +59,9 @@ class Planner:
         deduplicate: bool = False,
         max_chunks: int | None = None,
         max_tokens: int | None = None,
+        is_strict: bool = False,
     ) -> None:
+        self.is_strict = is_strict
         self.plan, self.sources, self.count_tokens = plan, sources, count_tokens
         self.chunk_tokens = sequence_length * sequences_per_chunk
         self.locations = Locations(plan, sources)
@@ -146,6 +152,10 @@ class Planner:
             if not is_known:
                 check_column(readable)
             length = file_length(readable)
+            if readable.kind == "jsonl" and not file.packed and start < length:
+                length, end = whole_lines(replace(readable, is_strict=self.is_strict), start, length), length
+                if length < end:
+                    tell_once(f"The last line of {readable.path} is not whole: it is left until the file has grown.")
             if start < length:
                 ranges.append((number, start, length))
         return ranges

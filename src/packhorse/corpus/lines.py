@@ -137,6 +137,39 @@ def parse_row(line: bytes, file: "TextFile", place: int) -> dict | None:
         ) from None
 
 
+def whole_lines(file: "TextFile", start: int, stop: int) -> int:
+    """Where the last whole line of a range of JSON lines ends: the one behind it may still be in the writing.
+
+    A range that ended inside of a line could never be continued.
+
+    Raises:
+        SourceError: what stands behind it is not valid JSON, and the file is read strictly.
+    """
+    blocks: list[bytes] = []
+    end = stop
+    with open(file.path, "rb") as stream:
+        while end > start and not (blocks and b"\n" in blocks[-1]):
+            stream.seek(begin := max(start, end - BLOCK_BYTES))
+            blocks.append(stream.read(end - begin))
+            end = begin
+    line = b"".join(reversed(blocks))
+    line = line[line.rfind(b"\n") + 1 :]
+    if not line.strip():
+        return stop
+    try:
+        if isinstance(json.loads(line), dict):
+            return stop
+    except (ValueError, RecursionError):
+        pass
+    if file.is_strict:
+        raise SourceError(
+            f"{file.path} ends in the middle of a line ({line[:40].decode(errors='replace')!r} ...): it is cut off, or "
+            "still being written.\nRun the same command again when it is whole. With `invalid_rows: skip` the lines "
+            "before it are taken at once, and the rest when it is there."
+        )
+    return stop - len(line)
+
+
 def refuse_longer(size: int, max_bytes: int | None, file: "TextFile") -> None:
     """Refuse a document that a memory limit leaves no room for."""
     if max_bytes is not None and size > max_bytes:
