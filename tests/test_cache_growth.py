@@ -187,7 +187,7 @@ def test_a_line_that_is_still_being_written_is_refused_or_left_until_it_is_whole
             build(str(path), name=name)
         with path.open("a") as stream:
             stream.write(lines[count][:-20])
-        with pytest.raises(SourceError, match="ends in the middle of a line|line 4 is not valid JSON"):
+        with pytest.raises(SourceError, match=r"ends in the middle of a line|line 4 is not valid JSON"):
             build(str(path), name=name)
         assert texts_in(build(str(path), name=f"{name}, skipped", invalid_rows="skip")) == TEXTS[:count]
         with path.open("a") as stream:

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from lightning import Callback
 
 from conftest import TINY_MODEL, tiny_data
 from packhorse.cache import store
@@ -25,6 +26,7 @@ from packhorse.models import InfiniAttentionConfig
 from packhorse.start import imports
 from packhorse.training import LanguageModule
 from packhorse.training.cli import PackhorseCLI, make_cli
+from packhorse.training.health import health
 from packhorse.training.telling import memory_lines
 
 ROOT = Path(__file__).parents[1]
@@ -359,6 +361,10 @@ def test_a_list_in_a_configuration_names_sources_and_never_holds_texts(config, m
         "--model.schedule.min_ratio=2",
         "--model.schedule.warmup_ratio=-1",
         "--model.config.hidden_size=abc",
+        "--model.infini_attention.memory_layers=[5]",
+        "--model.compile=nosuch",
+        "--trainer.accumulate_grad_batches=-2",
+        "--trainer.accumulate_grad_batches=0",
     ],
 )
 def test_a_model_or_schedule_that_makes_no_sense_is_refused_before_the_cache_is_built(
@@ -367,6 +373,40 @@ def test_a_model_or_schedule_that_makes_no_sense_is_refused_before_the_cache_is_
     assert main(["fit", "--config", str(config), argument]) == 2
     assert argument.partition("=")[0].rpartition(".")[2] in capsys.readouterr().err
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_preview_refuses_a_model_that_makes_no_sense(config, capsys):
+    assert main(["preview", "--config", str(config), "--model.infini_attention.memory_layers=[5]"]) == 2
+    assert "memory_layers names [5], but the model has" in capsys.readouterr().err
+
+
+def test_a_run_trains_without_logging(config):
+    assert main(["fit", "--config", str(config), "--trainer.log_every_n_steps=0"]) == 0
+
+
+def test_a_folder_for_logs_that_cannot_be_made_is_refused_with_status_2(config, corpus, capsys):
+    logger = ["--trainer.logger=CSVLogger", f"--trainer.logger.init_args.save_dir={corpus}"]
+    assert main(["fit", "--config", str(config), *logger]) == 2
+    assert "is a file, not a folder" in capsys.readouterr().err
+
+
+class Enough(Callback):
+    """Ends a training after two steps."""
+
+    def on_train_batch_end(self, trainer, *_) -> None:
+        trainer.should_stop = trainer.global_step == 2
+
+
+def test_a_run_that_ends_before_its_time_says_so_and_health_too(config, tmp_path, capsys):
+    logger = ["--trainer.logger=CSVLogger", f"--trainer.logger.init_args.save_dir={tmp_path / 'runs'}"]
+    ends = ["--trainer.log_every_n_steps=1", f"--trainer.callbacks={__name__}.Enough"]
+    assert main(["fit", "--config", str(config), *logger, *ends]) == 0
+    said = capsys.readouterr()
+    told = re.search(r"ended +in step (\d+) of (\d+)", said.out + said.err)
+    assert told, said
+    facts = health(tmp_path / "runs")
+    assert (facts["state"], facts["step"], facts["steps"]) == ("stopped", int(told[1]), int(told[2]))
+    assert facts["step"] < facts["steps"]
 
 
 def test_a_learning_rate_that_makes_no_sense_is_refused_with_status_2(config, capsys):

@@ -196,7 +196,10 @@ def _read_by_transformers(path: Path) -> TokenizerContent:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path))
     except Exception as error:
-        raise TokenizerError(f"The tokenizer in {path} cannot be loaded: {error}") from None
+        raise TokenizerError(
+            f"The tokenizer in {path} cannot be loaded: {error}\n"
+            "If the folder has none, as that of a model may, name another one: `data.tokenizer`."
+        ) from None
     config = {f"{key}_token": getattr(tokenizer, f"{key}_token", None) for key in ("bos", "eos", "pad")}
     if getattr(tokenizer, "is_fast", False):
         return _fast(json.loads(tokenizer.backend_tokenizer.to_str()), config, str(path))

@@ -35,6 +35,8 @@ from packhorse.training.state import RunState, begin_run, check_snapshot
 from packhorse.training.trainer_limits import check_limits
 from packhorse.training.validation import ask_for_sequences_again, count_over_the_run
 
+ANY_VOCABULARY = 2**20
+"""Where that of the tokenizer is not known yet."""
 MIN_UTILISATION = 0.9
 """Below this share of real tokens nobody trains without being told."""
 
@@ -364,9 +366,11 @@ class TokenDataModule(LightningDataModule):
         return snapshot.eval_sequences
 
     def _check_vocabulary(self) -> None:
-        """A model that is too small for its tokenizer is found before hours of building."""
+        """A model that cannot be made, or is too small for its tokenizer, is found before hours of building."""
         module = self.trainer.lightning_module if self.trainer is not None else None
         size = getattr(module, "declared_vocab_size", None)
+        if hasattr(module, "make_config"):
+            module.make_config(size or ANY_VOCABULARY)
         if size is None:
             return
         facts, _ = resolve_tokenizer(self.settings.cache)

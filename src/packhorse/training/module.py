@@ -99,6 +99,8 @@ class LanguageModule(LightningModule):
                 f"`compile` lays segments into slots, which infini_attention.backend {infini_attention.backend!r} "
                 "cannot read. Set `backend: auto`."
             )
+        if compile is not None and compile not in (known := torch.compiler.list_backends(exclude_tags=None)):
+            raise SettingsError(f"`compile: {compile}` is no backend of torch.compile. There are: {', '.join(known)}.")
         self.compile_backend = compile
         self._compiled: Callable | None = None
         self.model: PreTrainedModel | None = None
@@ -127,12 +129,20 @@ class LanguageModule(LightningModule):
         Args:
             vocab_size: Of the tokenizer.
             special_ids: bos_token_id, eos_token_id and pad_token_id for a new model.
+
+        Raises:
+            SettingsError: The settings make no model.
         """
-        if self.pretrained is not None:
-            plain = plain_config(self.pretrained)
-            return FAMILIES[family_of(plain)][0].from_base(plain, self.infini_attention)
-        values = {"vocab_size": vocab_size, **(special_ids or {}), **self.model_config}
-        return FAMILIES[self.family][0](**values, infini_attention=self.infini_attention)
+        try:
+            if self.pretrained is not None:
+                plain = plain_config(self.pretrained)
+                return FAMILIES[family_of(plain)][0].from_base(plain, self.infini_attention)
+            values = {"vocab_size": vocab_size, **(special_ids or {}), **self.model_config}
+            return FAMILIES[self.family][0](**values, infini_attention=self.infini_attention)
+        except ValueError as error:
+            raise (
+                error if isinstance(error, SettingsError) else SettingsError(f"`model` makes no sense: {error}")
+            ) from None
 
     def configure_model(self) -> None:
         """Make the model, once."""
@@ -142,6 +152,10 @@ class LanguageModule(LightningModule):
             config_class, model_class = FAMILIES[self._restored_config["model_type"].removeprefix("infini_")]
             self.model = model_class(config_class(**self._restored_config))
         else:
+            if getattr(self.trainer, "datamodule", None) is None:
+                raise SettingsError(
+                    "A LanguageModule trains on a TokenDataModule: `trainer.fit(module, datamodule=...)`."
+                )
             recipe = self.trainer.datamodule.cache.recipe
             ids = {"bos_token_id": recipe.bos_id, "eos_token_id": recipe.eos_id, "pad_token_id": recipe.pad_id}
             config = self.make_config(recipe.vocab_size, ids)

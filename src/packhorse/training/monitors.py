@@ -56,7 +56,7 @@ class RunReport(Callback):
         self._step, loss = trainer.global_step, pl_module.step_loss
         self._first_loss = loss if self._first_loss is None else self._first_loss
         self._recent.append(loss)
-        if trainer.global_step % trainer.log_every_n_steps == 0:
+        if trainer.log_every_n_steps and trainer.global_step % trainer.log_every_n_steps == 0:
             self._log(pl_module)
         done = trainer.global_step - self._first_step
         now = trainer.progress_bar_callback is None and time.monotonic() - self._last_line >= self.every_seconds
@@ -70,7 +70,8 @@ class RunReport(Callback):
             total = trainer.datamodule.plan.steps
             say_once(
                 f"Nothing was trained: the run is in step {trainer.global_step:,} of {total:,}. "
-                "Raise `max_epochs` or `max_steps`, or add text, to go on."
+                "To go on, raise what ends it (`max_epochs`, `max_steps`, `data.max_train_tokens`, "
+                "`limit_train_batches`), or add text."
             )
             return
         # A live bar would paint over the report; Lightning stops it only later.
@@ -84,6 +85,9 @@ class RunReport(Callback):
             last_loss=self._mean_loss(),
             entropy=self.entropy,
         )
+        plan, step = trainer.datamodule.plan, trainer.global_step
+        if plan.steps and not plan.is_over(step):
+            lines.append(f"  ended       in step {step:,} of {plan.steps:,}: by `max_time`, a limit or a callback")
         checkpoint = _last_checkpoint(trainer)
         if checkpoint:
             lines.append(f"  checkpoint  {checkpoint}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from lightning import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
+from packhorse.cache.store import disk_errors, make_folder
 from packhorse.training.checkpoints import recovery_of
 
 
@@ -39,11 +40,12 @@ def runs_folder(trainer: Trainer) -> Path | None:
 
 
 def _claim(folder: Path, first: int) -> int:
-    folder.mkdir(parents=True, exist_ok=True)
-    for version in itertools.count(first):
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder / f"version_{version}")
-            return version
+    make_folder(folder)
+    with disk_errors(folder):
+        for version in itertools.count(first):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder / f"version_{version}")
+                return version
     raise AssertionError
 
 

@@ -44,13 +44,14 @@ class RunLog(Callback):
             return
         self._step = trainer.global_step
         self.speed.mark(self._step)
-        if self._step % trainer.log_every_n_steps == 0:
+        if trainer.log_every_n_steps and self._step % trainer.log_every_n_steps == 0:
             pl_module.log_dict(self._values(trainer, pl_module), on_step=True, on_epoch=False)
             self._flush(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """All steps are done, perhaps before this run began."""
-        self._end(trainer, {"run/ended": 1, "run/steps": trainer.datamodule.plan.steps})
+        """All steps are done, perhaps before this run began; or a callback or `max_time` has ended it before."""
+        plan = trainer.datamodule.plan
+        self._end(trainer, {"run/ended": int(plan.is_over(trainer.global_step)), "run/steps": plan.steps})
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """The run ends before its time."""

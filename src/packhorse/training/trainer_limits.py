@@ -40,6 +40,8 @@ def check_limits(trainer: Trainer, data: DataSettings, schedule: ScheduleSetting
 
 def _check_batches(trainer: Trainer) -> None:
     limit, accumulation = trainer.limit_train_batches, trainer.accumulate_grad_batches
+    if accumulation < 1:
+        raise SettingsError(f"`trainer.accumulate_grad_batches` is {accumulation}: a step takes 1 micro-batch or more.")
     if isinstance(limit, float) and limit not in (0.0, 1.0):
         raise SettingsError(f"Give `limit_train_batches` as a number of micro-batches, not as the share {limit}.")
     if isinstance(limit, int) and limit % accumulation and not trainer.fast_dev_run:
