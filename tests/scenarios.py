@@ -29,7 +29,7 @@ TEXTS = make_texts(26, words=16)
 def settings_for(folder: Path, source, tokenizer: Path, **more) -> CacheSettings:
     """A cache of a few chunks of a dozen short sequences."""
     defaults = {
-        **{"tokenizer": str(tokenizer), "cache_dir": str(folder), "sequence_length": 16, "sequences_per_chunk": 12},
+        **{"tokenizer": str(tokenizer), "cache_dir": str(folder), "sequence_length": 16, "sequences_per_chunk": 9},
         **{"eval_share": 0.2, "engine": "hf", "workers": 0},
     }
     return CacheSettings(source=source, **{**defaults, **more})

@@ -177,6 +177,7 @@ def test_a_build_that_would_not_fit_is_refused_before_its_first_chunk(build, ske
     with pytest.raises(StorageFullError, match=r"may take .* MB, and the disk has .* MB left; nothing was built"):
         build(source, **same)
     assert not list((tmp_path / "cache").rglob("*.chunk"))
+    assert not list((tmp_path / "cache").rglob("plan/*.json")), "what is planned would be built by whoever comes next"
     free = int(estimate.disk_bytes.high * 1.1)
     raw = 2 * estimate.tokens.estimate
     assert free < raw, "so that the sources must be looked at"

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from packhorse.cache.record import chunk_path, committed_chunks, read_record, re
 from packhorse.cache.selection import Selection, ranges
 from packhorse.cache.update import build_selection
 from packhorse.cli import main
-from packhorse.errors import CacheError, CacheIncompleteError, SettingsError, StorageIOError
+from packhorse.errors import CacheError, CacheIncompleteError, SettingsError, StorageFullError, StorageIOError
 
 TEXTS = make_texts(200, seed=21, words=20)
 
@@ -288,3 +289,19 @@ def test_the_command_builds_a_part_and_says_what_is_left(settings, tmp_path, cap
 
 def test_ranges_are_short():
     assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+def test_what_is_planned_is_judged_by_the_chunks_that_are_there_and_not_by_other_settings(settings, whole, monkeypatch):
+    bytes_of = [chunk_path(whole.folder, n, read_record(whole.folder, n).file_sha256).stat().st_size for n in range(8)]
+    part(settings, end_chunk=1)
+    usage = namedtuple("usage", "total used free")
+    for share, fits in ((0.6, False), (3.0, True)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, share=share: usage(10**9, 0, int(sum(bytes_of) * share)))
+        # A limit that is below what is planned takes nothing of it away.
+        limited = dataclasses.replace(settings, max_documents=10)
+        if fits:
+            assert part(limited)[1].states.unfinished == []
+        else:
+            with pytest.raises(StorageFullError, match=r"nothing was built(.|\n)*--end-chunk"):
+                part(limited)
+            assert part(settings, end_chunk=1)[1].states.planned == whole.snapshot.num_chunks

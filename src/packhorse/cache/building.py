@@ -19,7 +19,7 @@ from packhorse.cache.claims import Claims
 from packhorse.cache.gaps import estimate_gaps
 from packhorse.cache.integrity import Integrity
 from packhorse.cache.memory import largest_page, plan_memory
-from packhorse.cache.plan import Plan, Range
+from packhorse.cache.plan import Page, Plan, Range
 from packhorse.cache.planner import Planner
 from packhorse.cache.progress import BuildProgress, say
 from packhorse.cache.recipe import Recipe, read_identity, tokenizer_json
@@ -100,6 +100,7 @@ class Building:
             max_tokens=settings.max_tokens_in_all,
             deduplicate=recipe.deduplicate == "exact",
             is_strict=settings.invalid_rows == "error",
+            allow=self._refuse_page,
         )
         self.progress = self._new_progress()
         self._waiting: dict[Path, int] = {}  # spool -> unfinished chunks that still need it
@@ -226,6 +227,8 @@ class Building:
         self._tell_gaps(states)
         for chunk in states.suspect:
             self.suspects.put_out_of_use(chunk)
+        planned = [self.plan.page(chunk) for chunk in states.unfinished if chunk in self.selection]
+        refuse_small_disk(self.settings, self.recipe, self.folder, self.plan, planned)
         yield from self._jobs_for(states.unfinished)
         if self.selection.needs_more_than(self.plan.num_chunks):
             yield from self._jobs_of_more()
@@ -245,14 +248,18 @@ class Building:
             if not self.selection.needs_more_than(self.plan.num_chunks):
                 return
 
+    def _refuse_page(self, page: Page) -> None:
+        """Refuse a page for which the disk has no room, before it is in the plan."""
+        chunks = range(page.first_chunk, page.first_chunk + len(page.entries))
+        pages = [page for chunk in chunks if chunk in self.selection]
+        refuse_small_disk(self.settings, self.recipe, self.folder, self.plan, pages)
+
     def _jobs_for(self, chunks: Iterable[int]) -> Iterator[Job]:
         entries = {chunk: self.plan.entry(chunk) for chunk in chunks}
         for entry in entries.values():
             for path in self._spools(entry):
                 self._waiting[path] = self._waiting.get(path, 0) + 1
         selected = [chunk for chunk in entries if chunk in self.selection]
-        if selected:
-            refuse_small_disk(self.settings, self.recipe, self.folder, self.plan, selected)
         for chunk in selected:
             self.progress.planned(1, self.plan.page(chunk).chunk_bytes)
         yield from (job for chunk in selected if (job := self._job(chunk)) is not None)

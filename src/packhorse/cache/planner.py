@@ -45,6 +45,7 @@ class Planner:
         max_chunks: Chunks to plan in all, None for as many as it takes.
         max_tokens: Tokens to plan in all, by the rate of a sample; None for all.
         is_strict: Refuse JSON lines that end in the middle.
+        allow: Called with a page before it is in the plan, where it would stay; may raise.
     """
 
     def __init__(
@@ -60,8 +61,9 @@ class Planner:
         max_chunks: int | None = None,
         max_tokens: int | None = None,
         is_strict: bool = False,
+        allow: Callable[[Page], None] = lambda page: None,
     ) -> None:
-        self.is_strict = is_strict
+        self.is_strict, self.allow = is_strict, allow
         self.plan, self.sources, self.count_tokens = plan, sources, count_tokens
         self.chunk_tokens = sequence_length * sequences_per_chunk
         self.locations = Locations(plan, sources)
@@ -314,6 +316,7 @@ class Planner:
             dropped=dropped if any(dropped) else [],
             max_tokens=max_tokens,
         )
+        self.allow(page)
         if page.page != self._next_page or self.plan.publish(page) != page:
             raise _Overtaken
         if self._duplicates:
