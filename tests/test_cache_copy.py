@@ -10,14 +10,17 @@ import pytest
 
 from conftest import all_tokens, file_bytes, make_texts, write_jsonl
 from packhorse.cache import Cache, CacheSettings, copying, progress, store, update_cache
+from packhorse.cache.build import Builder, Job
 from packhorse.cache.check import check_cache
 from packhorse.cache.claims import Claims
 from packhorse.cache.copying import copy_cache
+from packhorse.cache.plan import Plan
 from packhorse.cache.removal import PARTS, remove_cache
 from packhorse.cache.selection import Selection
 from packhorse.cache.suspects import Suspects
 from packhorse.cache.update import build_selection
 from packhorse.cli import main
+from packhorse.corpus.documents import TextFile
 from packhorse.errors import CacheCorruptionError, CacheError, EngineMismatch, StorageIOError
 from test_cache_check import file_of, tree
 
@@ -262,4 +265,14 @@ def test_what_is_not_only_a_cache_is_not_removed(cache, tmp_path):
         remove_cache(cache.folder)
     os.utime(young, (time.time() - 3600,) * 2)
     remove_cache(cache.folder)
+    assert not cache.folder.exists()
+
+
+def test_a_chunk_is_never_committed_into_a_cache_that_was_removed_meanwhile(cache):
+    plan = Plan(cache.folder)
+    files = {number: TextFile(path=file.path, kind=file.kind) for number, file in enumerate(plan.files)}
+    commit = Builder(cache.folder, "hf", "default").make(Job(chunk=0, ranges=plan.entry(0), files=files))
+    remove_cache(cache.folder)
+    with pytest.raises(CacheError, match="was removed while it was being built"):
+        commit()
     assert not cache.folder.exists()

@@ -274,6 +274,25 @@ def test_a_spool_that_a_faster_builder_has_removed_is_no_error(fast_folder, gpt2
         builder.build(Job(chunk=99, ranges=[(0, 0, 9)], files={0: gone}))
 
 
+def test_a_worker_whose_parent_is_gone_stops_in_the_middle_of_a_chunk(fast_folder, gpt2_like):
+    path = write_jsonl(fast_folder / "a.jsonl", make_texts(10, words=16))
+    cache = update_cache(settings_for(fast_folder / "cache", str(path), gpt2_like), quiet=True)
+    write_jsonl(path, make_texts(60_000))
+    job = {"chunk": 99, "ranges": [(0, 0, path.stat().st_size)], "files": {0: TextFile(path=str(path), kind="jsonl")}}
+    setting = {"folder": str(cache.folder), "engine": "hf", "compression": "default", "read_back": False}
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "packhorse.cache.worker", "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    worker.stdin.write(json.dumps({**setting, "job": dataclasses.asdict(Job(**job))}).encode() + b"\n")
+    worker.stdin.flush()
+    assert b"progress" in worker.stdout.readline()
+    worker.stdout.close()
+    worker.stdin.close()
+    worker.wait()
+    with pytest.raises(FileNotFoundError):
+        read_record(cache.folder, 99)
+
+
 def test_an_error_in_a_worker_arrives_as_the_same_error(fast_folder, gpt2_like):
     path = write_jsonl(fast_folder / "a.jsonl", make_texts(300, words=16))
     with path.open("a") as file:

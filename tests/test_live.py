@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from lightning import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -164,6 +165,17 @@ def test_a_builder_ends_with_the_process_that_started_it(corpus, tmp_path):
     while Path(f"/proc/{builder}").exists() and "Z" not in Path(f"/proc/{builder}/stat").read_text().split()[2]:
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_a_builder_ends_after_its_workers(corpus, tmp_path):
+    builder = BackgroundBuilder([data_of(corpus, tmp_path, workers=2).settings.cache])
+    process, workers = psutil.Process(builder._process.pid), []
+    while not workers:
+        assert builder.status is None
+        workers = process.children()
+        time.sleep(0.005)
+    builder.stop()
+    assert not any(worker.is_running() for worker in workers)
 
 
 def test_a_builder_that_fails_ends_the_training_with_its_words(corpus, tmp_path):

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
+
 from packhorse.cache import store
 from packhorse.cache.plan import Plan
 from packhorse.cache.recipe import read_identity
@@ -118,4 +120,8 @@ def take_up(folder: Path) -> int:
 
 def _end_with_parent() -> None:
     os.read(0, 1)  # not through `sys.stdin`, whose lock would hinder an orderly end
+    workers = psutil.Process().children()
+    for worker in workers:
+        worker.kill()
+    psutil.wait_procs(workers)  # who removes the caches next must meet nobody who still writes
     os._exit(1)

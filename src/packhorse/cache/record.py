@@ -14,7 +14,7 @@ from pathlib import Path
 from packhorse.cache import store
 from packhorse.cache.plan import Plan, Range
 from packhorse.cache.typed import make, refuse_unless
-from packhorse.errors import CacheCorruptionError, NonDeterministicBuildError, StorageIOError
+from packhorse.errors import CacheCorruptionError, CacheError, NonDeterministicBuildError, StorageIOError
 
 FOLDER_CHUNKS = 1_000
 """Chunks in one folder."""
@@ -115,9 +115,22 @@ def commit(folder: Path, record: Record, parts: list[bytes | memoryview], read_b
     Raises:
         NonDeterministicBuildError: another builder made other tokens of the same documents; nothing was overwritten.
         StorageIOError: the disk did not keep what was written.
+        CacheError: the cache was removed meanwhile; it is not made again.
     """
+    # Chunks of which no recipe and no plan knows would be in the way of whoever builds here next.
+    if not (folder / "recipe.json").exists():
+        raise _removed(folder)
+    try:
+        return _commit(folder, record, parts, read_back)
+    except FileNotFoundError:
+        if (folder / "recipe.json").exists():
+            raise
+        raise _removed(folder) from None
+
+
+def _commit(folder: Path, record: Record, parts: list[bytes | memoryview], read_back: bool) -> Record:
     path = chunk_path(folder, record.chunk, record.file_sha256)
-    store.make_folder(path.parent)
+    store.make_folder(path.parent, folder)
     if not store.publish(path, parts) and not store.holds(path, record.file_sha256):
         store.quarantine(path, folder)
         store.publish(path, parts)
@@ -128,7 +141,7 @@ def commit(folder: Path, record: Record, parts: list[bytes | memoryview], read_b
             "Check the disk and the memory of this machine, and run the same command again."
         )
     where = record_path(folder, record.chunk)
-    store.make_folder(where.parent)
+    store.make_folder(where.parent, folder)
     if store.publish(where, store.seal(asdict(record))):
         return record
     try:
@@ -137,7 +150,7 @@ def commit(folder: Path, record: Record, parts: list[bytes | memoryview], read_b
         # Another process has just moved it to the quarantine; a link that leads nowhere goes there now.
         if where.is_symlink():
             store.quarantine(where, folder)
-        return commit(folder, record, parts, read_back)
+        return _commit(folder, record, parts, read_back)
     if winner.payload_sha256 != record.payload_sha256:
         raise NonDeterministicBuildError(
             f"Chunk {record.chunk} of {folder} was built twice, with different tokens:\n"
@@ -149,7 +162,7 @@ def commit(folder: Path, record: Record, parts: list[bytes | memoryview], read_b
         if not store.holds(chunk_path(folder, record.chunk, winner.file_sha256), winner.file_sha256):
             # The file of the winner is lost or damaged, and another codec makes another file of the same tokens.
             store.quarantine(where, folder)
-            return commit(folder, record, parts, read_back)
+            return _commit(folder, record, parts, read_back)
         store.remove(path)
     return winner
 
@@ -219,6 +232,12 @@ def chunk_sizes(folder: Path) -> dict[str, int]:
         with suppress(FileNotFoundError):  # quarantined meanwhile
             sizes[path.name] = path.stat().st_size
     return sizes
+
+
+def _removed(folder: Path) -> CacheError:
+    return CacheError(
+        f"The cache {folder} was removed while it was being built.\nRun the command again to build it anew."
+    )
 
 
 def _files(root: Path, suffix: str) -> list[Path]:

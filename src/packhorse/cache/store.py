@@ -106,8 +106,16 @@ def file_in_the_way(path: Path) -> Path | None:
     return next((part for part in above if part.exists() and not part.is_dir()), None)
 
 
-def make_folder(path: Path) -> None:
-    """Create a folder and its parents, durably."""
+def make_folder(path: Path, within: Path | None = None) -> None:
+    """Create a folder and its parents, durably.
+
+    Args:
+        path: The folder.
+        within: A folder above it that must be there: it is not created.
+
+    Raises:
+        FileNotFoundError: `within` is not there.
+    """
     if path.is_dir():
         if path not in _durable:
             # Who made it may have died before its name was safe.
@@ -115,7 +123,9 @@ def make_folder(path: Path) -> None:
                 sync_folder(path.parent)
             _durable.add(path)
         return
-    make_folder(path.parent)
+    if path == within:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    make_folder(path.parent, within)
     with disk_errors(path):
         with contextlib.suppress(FileExistsError):
             os.mkdir(path)
@@ -132,7 +142,7 @@ def quarantine(path: Path, cache_folder: Path) -> Path:
         Where it is now, unless another process has moved it already.
     """
     target = cache_folder / "quarantine" / f"{path.name}.{secrets.token_hex(4)}"
-    make_folder(target.parent)
+    make_folder(target.parent, cache_folder)
     with disk_errors(path), contextlib.suppress(FileNotFoundError):
         os.replace(path, target)
         sync_folder(path.parent)

@@ -38,9 +38,13 @@ def main(core: str) -> None:
     os.dup2(2, 1)
 
     def say(**message) -> None:
-        with lock, suppress(BrokenPipeError):
-            channel.write(json.dumps(message) + "\n")
-            channel.flush()
+        try:
+            with lock:
+                channel.write(json.dumps(message) + "\n")
+                channel.flush()
+        except BrokenPipeError:
+            # The parent is gone: nobody wants the rest, and the cache may be gone too.
+            raise SystemExit(1) from None
 
     def tell(error: Exception) -> None:
         if isinstance(error, EngineMismatch):

@@ -5,7 +5,8 @@ the other. Each is pinned to one core before it loads anything that has threads 
 tokenizer engine obeys). A builder reads, tokenizes, packs, compresses, hashes and writes; between processes only small
 messages travel: JSON lines, a job down, progress and a record up.
 
-A worker whose parent is gone reads the end of its input and stops. One that is killed leaves a temporary file.
+A worker whose parent is gone stops with its next message, or where its input ends; what it was writing to the disk then
+is still committed. One that is killed leaves a temporary file.
 """
 
 import json
