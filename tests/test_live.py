@@ -1,5 +1,6 @@
 """Laws of training while the cache is being built: the same run, only that the data come later."""
 
+import fcntl
 import pickle
 import subprocess
 import sys
@@ -210,6 +211,40 @@ def test_only_chunks_without_a_gap_are_taken_up(corpus, tmp_path):
     assert take_up(folder) == 3
     (tmp_path / "later").rename(records[3])
     assert take_up(folder) == len(records)
+
+
+def test_a_run_that_ends_leaves_the_temporary_cache_that_another_is_just_building(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = data_of(corpus, tmp_path, use_cached_tokens=False, start_after_chunks=None)
+    other = Lease(data.settings.temporary_root)
+
+    def build_while_the_other_ends(*arguments):
+        built = build_selection(*arguments)
+        other.release(remove=True)
+        return built
+
+    monkeypatch.setattr("packhorse.training.datamodule.build_selection", build_while_the_other_ends)
+    training = trainer(tmp_path, max_steps=2)
+    training.fit(module(), datamodule=data)
+    assert training.global_step == 2
+    assert not data.settings.temporary_root.exists()
+
+
+def test_a_lease_is_of_the_folder_that_is_there(tmp_path, monkeypatch):
+    folder, flock = tmp_path / "shared", fcntl.flock
+    ending = [Lease(folder)]
+
+    def flock_late(*arguments):
+        if ending:
+            ending.pop().release(remove=True)
+        flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", flock_late)
+    lease = Lease(folder)
+    Lease(folder).release(remove=True)
+    assert folder.exists()
+    lease.release(remove=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_temporary_folder_goes_with_its_last_user(tmp_path):

@@ -3,12 +3,14 @@
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -82,21 +84,33 @@ class Lease:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        store.make_folder(folder)
-        store.note(folder / "in-use", b"", over=False)
-        self._file = (folder / "in-use").open("rb")
-        fcntl.flock(self._file, fcntl.LOCK_SH)
+        while not self._take():
+            pass
 
     def release(self, remove: bool) -> None:
         """Give it up; with `remove`, nothing stays once the last one has given it up."""
         try:
             if remove:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(self._folder, ignore_errors=True)
-        except BlockingIOError:
-            pass  # others are still at work; the last of them removes it
+                # At once out of the way of a run that begins now.
+                going = self._folder.with_name(f"{store.TEMPORARY}{self._folder.name}-{secrets.token_hex(4)}")
+                self._folder.rename(going)
+                shutil.rmtree(going, ignore_errors=True)
+        except (BlockingIOError, FileNotFoundError):
+            pass  # others are still at work, and the last of them removes it; or somebody else has
         finally:
             self._file.close()
+
+    def _take(self) -> bool:
+        """Lock the file in the folder; False if the last user before removed both meanwhile."""
+        path = self._folder / "in-use"
+        with suppress(FileNotFoundError):
+            store.make_folder(self._folder)
+            store.note(path, b"", over=False)
+            self._file = path.open("rb")
+            fcntl.flock(self._file, fcntl.LOCK_SH)
+            return os.path.samestat(os.fstat(self._file.fileno()), path.stat())
+        return False
 
 
 def build() -> None:

@@ -77,6 +77,7 @@ class TokenDataModule(LightningDataModule):
     def prepare_data(self) -> None:
         """Bring the caches up to date with their sources."""
         self._started = time.monotonic()
+        self._take_lease()
         is_fitting = self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
             module = self.trainer.lightning_module
@@ -87,7 +88,7 @@ class TokenDataModule(LightningDataModule):
         selection = Selection() if first is None else Selection(end_chunk=first - 1)
         caches, integrities = zip(*(build_selection(each, selection) for each in settings), strict=True)
         if first is not None and is_fitting:
-            self._let_go(remove=False)
+            self._end_builder()
             self._builder = BackgroundBuilder(settings)
         self.built = {name for name, each in zip(self.settings.caches, integrities, strict=True) if each.built}
         if self.built:
@@ -96,6 +97,7 @@ class TokenDataModule(LightningDataModule):
     @share_failure
     def setup(self, stage: str) -> None:
         """Open the caches. Opening a second time for another stage keeps what is open."""
+        self._take_lease()
         if not self.caches or (stage == "fit" and self.run is not None):
             start = self._started or time.monotonic()
             self.caches = open_caches(self.settings)
@@ -108,8 +110,6 @@ class TokenDataModule(LightningDataModule):
             self._check_utilisation()
             if self.settings.chunks_first is not None:
                 self._live = LiveCaches(self.caches, self._builder, self.trainer)
-            if self.settings.temporary_root is not None:
-                self._lease = self._lease or Lease(self.settings.temporary_root)
 
     def teardown(self, stage: str) -> None:
         """End the builder, and remove temporary caches of a run that is finished."""
@@ -343,11 +343,19 @@ class TokenDataModule(LightningDataModule):
             if trainer.is_global_zero:
                 say(f"validation takes {count:,} evaluation sequences from now on")
 
-    def _let_go(self, remove: bool) -> None:
+    def _take_lease(self) -> None:
+        """Keep temporary caches from being removed at the end of another run, already while they are built."""
+        if self.settings.temporary_root is not None:
+            self._lease = self._lease or Lease(self.settings.temporary_root)
+
+    def _end_builder(self) -> None:
         self._live = None
         if self._builder is not None:
             self._builder.stop()
             self._builder = None
+
+    def _let_go(self, remove: bool) -> None:
+        self._end_builder()
         if self._lease is not None:
             self._lease.release(remove)
             self._lease = None
