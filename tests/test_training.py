@@ -348,6 +348,20 @@ def test_fewer_sequences_than_a_batch_are_refused(room, corpus, tmp_path):
         trainer(tmp_path).fit(module(), datamodule=datamodule(room, corpus, micro_batch_size=10_000))
 
 
+def test_of_two_limits_the_smaller_ends_a_run_also_when_it_goes_on_with_other_batches(room, corpus, tmp_path):
+    first = trainer(tmp_path, max_steps=10, max_epochs=-1)
+    first.fit(module(), datamodule=datamodule(room, corpus))
+    first.save_checkpoint(tmp_path / "saved.ckpt")
+    tokens = 120 * tiny_data(room)["sequence_length"]  # 15 steps of 8 sequences, but 20 after 10 of 4
+    for max_steps, batch, steps in ((18, 8, 18), (30, 8, 20), (30, 4, 30), (31, 4, 30)):
+        going_on = trainer(tmp_path, max_steps=max_steps, max_epochs=-1)
+        data = datamodule(room, corpus, micro_batch_size=batch, max_train_tokens=tokens)
+        going_on.fit(module(), datamodule=data, ckpt_path=str(tmp_path / "saved.ckpt"), weights_only=True)
+        assert going_on.global_step == data.plan.steps == steps
+    going_on.fit(module(), datamodule=datamodule(room, corpus))
+    assert going_on.global_step == 31, "the limit of the Trainer alone"
+
+
 def test_much_padding_is_told_before_training(tmp_path):
     corpus = write_corpus(tmp_path / "few.jsonl", 6)
     data = datamodule(tmp_path, corpus, sequence_length=300, micro_batch_size=1)

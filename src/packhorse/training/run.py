@@ -63,21 +63,21 @@ class Run:
     def _follow(self, state: RunState) -> None:
         """Make the plan of the run as it is now, and let the Trainer end with it."""
         epoch_loop = self._trainer.fit_loop.epoch_loop
-        if epoch_loop.max_steps == getattr(epoch_loop, "packhorse_max_steps", None):
-            epoch_loop.max_steps = -1  # it was ours, not the user's
+        if epoch_loop.max_steps != getattr(epoch_loop, "packhorse_max_steps", None):
+            epoch_loop.packhorse_users_max_steps = epoch_loop.max_steps  # what we set below must not be taken for it
         self.state, self.plan = state, self._plan_of(state)
-        if self.plan.fixed_by == "max_train_tokens":
-            epoch_loop.max_steps = epoch_loop.packhorse_max_steps = self.plan.steps
+        is_ours = self.plan.fixed_by == "max_train_tokens"
+        epoch_loop.max_steps = self.plan.steps if is_ours else epoch_loop.packhorse_users_max_steps
+        epoch_loop.packhorse_max_steps = epoch_loop.max_steps
 
     def _plan_of(self, state: RunState) -> RunPlan:
-        trainer, epoch_loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        trainer, max_steps = self._trainer, self._trainer.fit_loop.epoch_loop.packhorse_users_max_steps
         limit, accumulation = trainer.limit_train_batches, trainer.accumulate_grad_batches
-        ours = getattr(epoch_loop, "packhorse_max_steps", None)
         return RunPlan(
             state=state,
             sequence_length=next(iter(self._caches.values())).sequence_length,
             max_epochs=trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None,
-            max_steps=None if trainer.max_steps in (-1, ours) else trainer.max_steps,
+            max_steps=None if max_steps == -1 else max_steps,
             max_train_tokens=self._settings.max_train_tokens,
             limit=-(-limit // accumulation) if isinstance(limit, int) else None,
         )
