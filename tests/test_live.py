@@ -1,6 +1,7 @@
 """Laws of training while the cache is being built: the same run, only that the data come later."""
 
 import fcntl
+import json
 import pickle
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from lightning import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from packhorse.cache import open_cache, update_cache
+from packhorse.cache import open_cache, planner, update_cache
 from packhorse.cache.background import BackgroundBuilder, Lease, take_up
 from packhorse.cache.selection import Selection
 from packhorse.cache.update import build_selection
@@ -126,6 +127,31 @@ def test_a_run_waits_before_its_last_step_for_what_is_still_to_come(corpus, tmp_
     assert len(data.run.state.caches[0].history) == 3, "taken up twice"
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"start_after_chunks": 1},
+        {"start_after_chunks": 2, "deduplicate": "exact"},
+        {"start_after_chunks": None, "use_cached_tokens": False},
+    ],
+)
+def test_a_run_waits_for_the_first_text_that_its_filters_leave(settings, corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # a run that fails leaves its temporary cache
+    monkeypatch.setattr(planner, "SEARCHED_CHUNKS", 2)  # all that is planned is built, and there is more to plan
+    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    rows = [{"text": text, "lang": "de" if number < 60 else "en"} for number, text in enumerate(texts)]
+    (tmp_path / "sorted.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"source": str(tmp_path / "sorted.jsonl"), "tokenizer": str(corpus.parent / "tokenizer"), **settings}
+    data = data_of(corpus, tmp_path, filters=["lang == 'en'"], **settings)
+    training = trainer(tmp_path)
+    training.fit(module(), datamodule=data)
+    assert training.global_step == data.plan.sequences // 4 > 1
+    data = data_of(corpus, tmp_path, filters=["lang == 'en'"], micro_batch_size=10_000, **settings)
+    with pytest.raises(SettingsError, match="fewer than one global batch"):
+        trainer(tmp_path).fit(module(), datamodule=data)
+
+
 def test_a_run_on_the_fly_goes_on_after_a_stop_and_leaves_nothing_behind(corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = {"use_cached_tokens": False, "start_after_chunks": None}
@@ -223,7 +249,7 @@ def test_a_run_that_ends_leaves_the_temporary_cache_that_another_is_just_buildin
         other.release(remove=True)
         return built
 
-    monkeypatch.setattr("packhorse.training.datamodule.build_selection", build_while_the_other_ends)
+    monkeypatch.setattr("packhorse.training.live.build_selection", build_while_the_other_ends)
     training = trainer(tmp_path, max_steps=2)
     training.fit(module(), datamodule=data)
     assert training.global_step == 2

@@ -119,7 +119,10 @@ def build_selection(
     cache = Cache(folder)
     if integrity.built or not (folder / "metadata.json").exists():
         write_metadata(folder, recipe, cache.snapshot.num_chunks)
-    if not integrity.states.unfinished and not cache.num_sequences("train"):
+    # Pages are planned as they are asked for: what comes after those that were may have text.
+    planned = integrity.states.planned
+    may_have_more = selection.end_chunk is not None and selection.end_chunk < planned
+    if not may_have_more and not integrity.states.unfinished and not cache.num_sequences("train"):
         raise SourceError(
             f"The sources have no text for training: {cache.summary.documents:,} documents, "
             f"{cache.summary.rows_null + cache.summary.rows_empty + cache.summary.rows_invalid:,} rows left out, "

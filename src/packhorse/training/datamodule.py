@@ -24,7 +24,7 @@ from packhorse.cache.update import build_selection
 from packhorse.errors import CacheIncompleteError, SettingsError, SnapshotMismatch, TokenizerError
 from packhorse.training.caches import open_caches, snapshots_of, stage_starts
 from packhorse.training.compatibility import check_before_building
-from packhorse.training.live import EVERY_STEPS, POLL_SECONDS, LiveCaches, set_epoch_length
+from packhorse.training.live import EVERY_STEPS, POLL_SECONDS, LiveCaches, build_first, set_epoch_length
 from packhorse.training.mixture import RunOrder
 from packhorse.training.plan import RunPlan
 from packhorse.training.ranks import keep_failure, share_failure, share_of
@@ -85,8 +85,11 @@ class TokenDataModule(LightningDataModule):
         self._check_vocabulary()
         self._check_checkpoint()
         first, settings = self.settings.chunks_first, list(self.settings.caches.values())
-        selection = Selection() if first is None else Selection(end_chunk=first - 1)
-        caches, integrities = zip(*(build_selection(each, selection) for each in settings), strict=True)
+        if first is None:
+            done = [build_selection(each, Selection()) for each in settings]
+        else:
+            done = [build_first(each, first, self._global_batch) for each in settings]
+        caches, integrities = zip(*done, strict=True)
         if first is not None and is_fitting:
             self._end_builder()
             self._builder = BackgroundBuilder(settings)
@@ -342,6 +345,12 @@ class TokenDataModule(LightningDataModule):
             ask_for_sequences_again(trainer)
             if trainer.is_global_zero:
                 say(f"validation takes {count:,} evaluation sequences from now on")
+
+    @property
+    def _global_batch(self) -> int:
+        """Sequences of an optimizer step."""
+        accumulation = 1 if self.trainer is None else self.trainer.accumulate_grad_batches
+        return share_of(self.trainer)[1] * self.settings.micro_batch_size * accumulation
 
     def _take_lease(self) -> None:
         """Keep temporary caches from being removed at the end of another run, already while they are built."""

@@ -7,17 +7,41 @@ step for what is still to come.
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from lightning import Trainer
 
-from packhorse.cache import Cache
+from packhorse.cache import Cache, CacheSettings
 from packhorse.cache.background import BackgroundBuilder, take_up
+from packhorse.cache.integrity import Integrity
+from packhorse.cache.selection import Selection
+from packhorse.cache.update import build_selection
 from packhorse.errors import CacheError
 
 EVERY_STEPS = 10
 """Between two looks for new chunks; with several ranks a look costs a small collective."""
 POLL_SECONDS = 0.2
+
+
+def build_first(settings: CacheSettings, chunks: int, sequences: int) -> tuple[Cache, Integrity]:
+    """Build what a run over a cache can begin with.
+
+    Filters and an uneven split may leave little or nothing of the first chunks to train on: then more of them are
+    built, until there is enough or no more text.
+
+    Args:
+        settings: The cache.
+        chunks: So many at least.
+        sequences: Train sequences that they should have together.
+    """
+    built = 0
+    while True:
+        cache, integrity = build_selection(settings, Selection(end_chunk=chunks - 1))
+        built += integrity.built
+        if cache.num_sequences("train") >= sequences or cache.snapshot.num_chunks < chunks:
+            return cache, replace(integrity, built=built)
+        chunks = 2 * cache.snapshot.num_chunks
 
 
 class LiveCaches:
