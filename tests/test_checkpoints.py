@@ -1,5 +1,6 @@
 """There is always a good checkpoint, and a damaged one is refused in words."""
 
+import errno
 import os
 import random
 import shutil
@@ -15,8 +16,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from packhorse.errors import CheckpointCorruptError, CheckpointError, StorageFullError
 from packhorse.training import BestCheckpoint, RecoveryCheckpoint, checkpoint_file
-from packhorse.training.checkpoint_file import check_checkpoint, is_sound, link_checkpoint, sound_checkpoints
+from packhorse.training.checkpoint_file import check_checkpoint, is_link, is_sound, link_checkpoint, sound_checkpoints
 from packhorse.training.checkpoint_io import CrashSafeCheckpointIO
+from packhorse.training.locate import resolve_checkpoint
 
 
 def state(step: int) -> dict:
@@ -215,7 +217,18 @@ def test_checkpoints_of_others_are_checked_by_their_own_sums(tmp_path):
         check_checkpoint(tmp_path / "x.ckpt")
 
 
-def test_a_link_leads_somewhere_at_every_instant(tmp_path):
+@pytest.fixture(params=[(), ("symlink",), ("symlink", "link")], ids=["symbolic", "hard", "copy"])
+def links(request, monkeypatch):
+    """What the disk knows of links, as vfat and some disks of a network know none."""
+
+    def refuse(*_, **__):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    for name in request.param:
+        monkeypatch.setattr(os, name, refuse)
+
+
+def test_a_link_leads_somewhere_at_every_instant(links, tmp_path):
     for step in (1, 2):
         CrashSafeCheckpointIO().save_checkpoint(state(step), tmp_path / f"{step}.ckpt")
     for operation in range(10):
@@ -246,7 +259,9 @@ def run_of(folder: Path, steps: int, *callbacks, ckpt_path: Path | None = None, 
     return run
 
 
-def test_a_run_that_has_saved_once_has_a_good_last_checkpoint_at_every_operation_on_the_disk(tmp_path, monkeypatch):
+def test_a_run_that_has_saved_once_has_a_good_last_checkpoint_at_every_operation_on_the_disk(
+    links, tmp_path, monkeypatch
+):
     last, seen = tmp_path / "last.ckpt", []
 
     def watched(function):
@@ -266,9 +281,20 @@ def test_a_run_that_has_saved_once_has_a_good_last_checkpoint_at_every_operation
     assert all(seen)
     assert torch.load(last, weights_only=True)["global_step"] == 7
     assert {path.name for path in tmp_path.iterdir()} == {"last.ckpt", "step=7.ckpt"}, "older ones are removed"
+    assert resolve_checkpoint("last", tmp_path) == tmp_path / "step=7.ckpt"
 
 
-def test_a_run_that_was_killed_before_its_link_was_moved_goes_on_under_the_same_name(tmp_path):
+def test_a_link_leads_to_a_folder_of_shards(links, tmp_path):
+    for step in (1, 2):
+        (tmp_path / f"{step}.ckpt").mkdir()
+        (tmp_path / f"{step}.ckpt" / "shard").write_text(str(step))
+        link_checkpoint(tmp_path / f"{step}.ckpt", tmp_path / "last.ckpt")
+        assert (tmp_path / "last.ckpt" / "shard").read_text() == str(step)
+        assert is_link(tmp_path / "last.ckpt")
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_run_that_was_killed_before_its_link_was_moved_goes_on_under_the_same_name(links, tmp_path):
     def recovery():
         return RecoveryCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=2, save_last="link")
 

@@ -14,9 +14,11 @@ checked by the CRCs of their zip. Needs no torch.
 
 import os
 import secrets
+import shutil
 import socket
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -89,12 +91,30 @@ def sound_checkpoints(folder: Path) -> Iterator[Path]:
 
 
 def link_checkpoint(path: Path, link: Path) -> None:
-    """Let the symbolic link `link` lead to `path` from now on; there is no instant at which it leads nowhere."""
-    temporary = _temporary(link.parent)
+    """Let `link` lead to `path` from now on; there is no instant at which it leads nowhere.
+
+    Where the disk knows no symbolic links it is a hard link, or else a copy. Only a folder of shards that is a copy is
+    gone for an instant: a folder cannot be replaced at once.
+    """
+    temporary, old = _temporary(link.parent), _temporary(link.parent)
     with disk_errors(link):
-        os.symlink(os.path.relpath(path, link.parent), temporary)
-        os.replace(temporary, link)
+        try:
+            _make_link(path, temporary)
+            if link.is_dir() and not link.is_symlink():
+                os.rename(link, old)
+            os.replace(temporary, link)
+        finally:
+            _remove(temporary)
+            _remove(old)
         sync_folder(link.parent)
+
+
+def is_link(path: Path) -> bool:
+    """Whether `path` was made by `link_checkpoint`: also hard links and copies have the time of what they lead to."""
+    if path.is_symlink() or not path.exists():
+        return path.is_symlink()
+    times = {other: other.stat().st_mtime_ns for other in path.parent.glob("*.ckpt") if other.exists()}
+    return any(time == times[path] for other, time in times.items() if other != path)
 
 
 def remove_dead(folder: Path) -> None:
@@ -102,7 +122,33 @@ def remove_dead(folder: Path) -> None:
     for path in folder.glob(f"{_TEMPORARY}{socket.gethostname()}-*"):
         writer = path.name.split("-")[-2]
         if writer.isdecimal() and not _is_alive(int(writer)):
-            path.unlink(missing_ok=True)
+            _remove(path)
+
+
+def _make_link(path: Path, link: Path) -> None:
+    with suppress(OSError):
+        return os.symlink(os.path.relpath(path, link.parent), link)
+    with suppress(OSError):
+        return os.link(path, link)
+    return _copy(path, link)
+
+
+def _copy(path: Path, copy: Path) -> None:
+    if path.is_dir():
+        copy.mkdir()
+        for inner in path.iterdir():
+            _copy(inner, copy / inner.name)
+        sync_folder(copy)
+    else:
+        shutil.copyfile(path, copy)
+        with copy.open("rb") as file:
+            os.fsync(file.fileno())
+    times = path.stat()
+    os.utime(copy, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
 def _temporary(folder: Path) -> Path:

@@ -5,7 +5,6 @@ At every instant there is a good one: a new file is durable and read back before
 `last.ckpt` leads to the new one before that.
 """
 
-import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +12,7 @@ from lightning import LightningModule, Trainer
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from packhorse.training.checkpoint_file import link_checkpoint, remove_dead
+from packhorse.training.checkpoint_file import is_link, link_checkpoint, remove_dead
 from packhorse.training.checkpoint_io import CrashSafeCheckpointIO
 
 
@@ -65,7 +64,7 @@ class RecoveryCheckpoint(ModelCheckpoint):
         # from which a run went on, and that of a run that was killed in between, whose link it would leave leading
         # nowhere, beside a `last-v1.ckpt`.
         last = self.format_checkpoint_name(monitor_candidates, self.CHECKPOINT_NAME_LAST)
-        if self.save_last == "link" and trainer.strategy.broadcast(os.path.islink(last)):
+        if self.save_last == "link" and trainer.strategy.broadcast(is_link(Path(last))):
             self.last_model_path = last
         super()._save_last_checkpoint(trainer, monitor_candidates)
         if self.save_top_k == 1 and self.monitor is None and self._files:
