@@ -161,6 +161,34 @@ def test_a_full_disk_after_any_number_of_bytes_leaves_no_half_file(fast_folder, 
         shutil.rmtree(fast_folder / "full", ignore_errors=True)
 
 
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_folder_above_that_may_be_passed_but_not_read_stops_nobody(is_there, code, tmp_path, gpt2_like):
+    above = tmp_path / "home"
+    (above / "cache" if is_there else above).mkdir(parents=True)
+    source = str(write_jsonl(tmp_path / "a.jsonl", make_texts(14, words=16)))
+    refused = []
+
+    def before(count, name, args):
+        if name == "open" and args[0] == above:
+            refused.append(args)
+            raise OSError(code, os.strerror(code))
+
+    with use(Disk(before)):
+        cache = update_cache(settings_for(above / "cache", source, gpt2_like), quiet=True)
+    assert cache.num_sequences()
+    assert refused
+
+
+def test_a_folder_that_may_not_be_made_is_told_in_words(tmp_path):
+    def before(count, name, args):
+        if name == "mkdir":
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+    with use(Disk(before)), pytest.raises(StorageIOError, match=r"Could not write .*/mine: Permission denied"):
+        store.make_folder(tmp_path / "mine")
+
+
 def test_a_file_system_without_hard_links_still_publishes_once(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(95, "Operation not supported")

@@ -109,6 +109,9 @@ def file_in_the_way(path: Path) -> Path | None:
 def make_folder(path: Path, within: Path | None = None) -> None:
     """Create a folder and its parents, durably.
 
+    A folder above that may be passed but not read (mode 711, as /home often has) cannot be synced by anybody but its
+    owner: then the name is as safe as that system makes it, and the work goes on.
+
     Args:
         path: The folder.
         within: A folder above it that must be there: it is not created.
@@ -119,7 +122,7 @@ def make_folder(path: Path, within: Path | None = None) -> None:
     if path.is_dir():
         if path not in _durable:
             # Who made it may have died before its name was safe.
-            with disk_errors(path):
+            with disk_errors(path), contextlib.suppress(PermissionError):
                 sync_folder(path.parent)
             _durable.add(path)
         return
@@ -131,7 +134,8 @@ def make_folder(path: Path, within: Path | None = None) -> None:
             os.mkdir(path)
         if not path.is_dir():
             raise StorageIOError(f"{path} is a file, not a folder.\nName another folder, or move the file away.")
-        sync_folder(path.parent)
+        with contextlib.suppress(PermissionError):
+            sync_folder(path.parent)
     _durable.add(path)
 
 
