@@ -9,10 +9,13 @@ import pytest
 
 from conftest import all_tokens, file_bytes, make_texts, payloads, texts_in, write_jsonl, write_parquet
 from packhorse.cache import build as build_module
-from packhorse.cache import open_cache, planner, rate, store, workers
+from packhorse.cache import building, open_cache, planner, rate, store, workers
 from packhorse.cache.build import Builder, Job
+from packhorse.cache.check import check_cache
 from packhorse.cache.plan import Plan
 from packhorse.cache.record import read_record
+from packhorse.cache.snapshot import Index
+from packhorse.cache.suspects import Suspects
 from packhorse.cache.workers import Workers
 from packhorse.corpus import engines
 from packhorse.corpus.documents import TextFile
@@ -264,6 +267,33 @@ def test_chunks_of_an_engine_that_lied_are_out_of_the_snapshot_even_if_the_build
     again = build(source, engine="auto")
     assert payloads(again)[: expected.snapshot.num_chunks] == payloads(expected)
     assert texts_in(again) == [*TEXTS, *more]
+
+
+@pytest.mark.parametrize("put_out", [0, 1, 3])
+def test_a_builder_goes_on_when_another_finds_the_engine_wrong_and_removes_the_index(
+    put_out, build, tmp_path, monkeypatch
+):
+    source = str(write_jsonl(tmp_path / "a.jsonl", TEXTS))
+    expected = build(source, engine="hf", cache_dir=str(tmp_path / "reference"))
+    assert expected.snapshot.num_chunks > 4
+    monkeypatch.setattr(building, "GROWTH_SECONDS", 0.0)
+    commit = build_module.commit
+
+    def commit_beside_another(folder, record, *more):
+        result = commit(folder, record, *more)
+        if record.chunk == 3 and record.engine.startswith("fastokens"):
+            Suspects(folder).add(EngineMismatch(record.engine, "a text"))
+            Index(folder).forget()
+            for chunk in range(put_out):
+                Suspects(folder).put_out_of_use(chunk)
+        return result
+
+    monkeypatch.setattr(build_module, "commit", commit_beside_another)
+    cache = build(source, engine="auto")
+    assert list((cache.folder / "suspects").iterdir())
+    assert file_bytes(cache.folder) == file_bytes(expected.folder)
+    assert all(read_record(cache.folder, n).engine.startswith("hf ") for n in range(cache.snapshot.num_chunks))
+    assert check_cache(cache.folder, "deep").is_good
 
 
 def test_a_reference_that_no_longer_gives_the_ids_of_the_recipe_is_an_error(build, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -133,8 +134,8 @@ class Building:
             store.remove_leftovers(self.folder)
         states = self._before
         if built or self._found or states.planned != self.plan.num_chunks:
-            states = find_states(self.folder, self.plan, self.index)
-        if left := [chunk for chunk in states.unfinished if chunk in self.selection]:
+            states = self._find_states()
+        if left := self._left(states):
             raise CacheError(f"Chunk {left[0]} of {self.folder} was not built. Run the command again.")
         if not states.unfinished:
             self.planner.locations.remove_spools()
@@ -145,14 +146,17 @@ class Building:
         )
 
     def _build_trusted(self) -> list[Record]:
-        """Build, and again by the reference where the fast engine was wrong."""
+        """Build, and again by the reference where the fast engine was wrong: here, or in another builder."""
         while True:
             try:
-                return self._build()
+                built = self._build()
+                if not self.suspects.engines() or not self._left(self._find_states()):
+                    return built
             except EngineMismatch as error:
                 if error.engine.split()[0] != "fastokens":
                     raise  # the reference itself: there is nothing to fall back on
                 self._suspect(error)
+            self._start_again()
 
     def _new_progress(self) -> BuildProgress:
         id_bytes = np.dtype(narrowest(self.recipe.vocab_size)).itemsize
@@ -162,9 +166,26 @@ class Building:
         """Let readers and trainings see what follows without a gap."""
         # What others committed counts from here on; they may have been killed before it was safe.
         store.settle(self.folder)
-        if any(self._differs_from_index(chunk) for chunk in fresh):
+        if self._look_up(lambda: any(self._differs_from_index(chunk) for chunk in fresh)):
             self.index.forget()
-        self.index.extend(self.plan.num_chunks, self._trust())
+        self._extend_index()
+
+    def _extend_index(self) -> None:
+        self._look_up(lambda: self.index.extend(self.plan.num_chunks, self._trust()))
+
+    def _look_up(self, ask: Callable[[], Any]) -> Any:
+        """What the index says now. A builder that finds an engine wrong removes it, at any time; all others go on."""
+        while True:
+            self.index = Index(self.folder)
+            with suppress(CacheIncompleteError):
+                return ask()
+
+    def _find_states(self) -> ChunkStates:
+        return self._look_up(lambda: find_states(self.folder, self.plan, self.index))
+
+    def _left(self, states: ChunkStates) -> list[int]:
+        """What is not there of what this builder was asked for."""
+        return [chunk for chunk in states.unfinished if chunk in self.selection]
 
     def _build(self) -> list[Record]:
         self._elsewhere.clear()
@@ -218,7 +239,7 @@ class Building:
     def _show_growth(self, record: Record) -> None:
         """Now and then, let trainings see what has become complete: they may begin before the end."""
         if record.chunk >= self.index.num_chunks and time.monotonic() > self._extend_at:
-            self.index.extend(self.plan.num_chunks, self._trust())
+            self._extend_index()
             self._extend_at = time.monotonic() + GROWTH_SECONDS
 
     def _jobs(self) -> Iterator[Job]:
@@ -297,7 +318,7 @@ class Building:
 
     def _states(self) -> ChunkStates:
         while True:
-            self._before = states = find_states(self.folder, self.plan, self.index)
+            self._before = states = self._find_states()
             known = [*states.built, *states.lost, *states.damaged, *states.suspect]
             # The last of either can only be there when its page was.
             self.plan.refuse_gaps(max(self.index.num_chunks, 1 + max(known, default=-1)))
@@ -310,7 +331,7 @@ class Building:
 
     def _tell_gaps(self, states: ChunkStates) -> None:
         """What is there and what is missing, before anything is built."""
-        gaps = [chunk for chunk in states.unfinished if chunk in self.selection]
+        gaps = self._left(states)
         if self.selection.mode == "inverse":
             if not states.planned:
                 raise CacheIncompleteError(
@@ -371,6 +392,7 @@ class Building:
         if not self.suspects.engines():
             return False
         is_trusted = self._trust()
+        self.index.reload()
         try:
             return not all(is_trusted(read_record(self.folder, n)) for n in range(self.index.num_chunks))
         except FileNotFoundError:
@@ -378,21 +400,27 @@ class Building:
             return True
 
     def _differs_from_index(self, chunk: int) -> bool:
-        """Whether a chunk was built anew, by another codec, since the index was made."""
-        return (
-            chunk < self.index.num_chunks
-            and self.index.file_sha256(chunk) != read_record(self.folder, chunk).file_sha256
-        )
+        """Whether a chunk was built anew, by another codec, since the index was made, or is out of use."""
+        try:
+            return (
+                chunk < self.index.num_chunks
+                and self.index.file_sha256(chunk) != read_record(self.folder, chunk).file_sha256
+            )
+        except FileNotFoundError:
+            return True
 
     def _suspect(self, error: EngineMismatch) -> None:
-        """Put every chunk of an engine that was wrong out of use, before anything else is done."""
+        """Remember that an engine was wrong, before anything else is done."""
         self.suspects.add(error)
+        self.tell(
+            f"{error}\nThe document is kept in {self.folder / 'suspects'}. All chunks of that engine are built again "
+            "with the Hugging Face reference."
+        )
+
+    def _start_again(self) -> None:
+        """Put the chunks of an engine that was wrong out of the index, and let go what still has that engine."""
         self.staff.dismiss()
         if self._is_suspect_index():
             self.index.forget()
         self.progress = self._new_progress()
         self._waiting.clear()
-        self.tell(
-            f"{error}\nThe document is kept in {self.folder / 'suspects'}. All chunks of that engine are built again "
-            "with the Hugging Face reference."
-        )

@@ -176,7 +176,7 @@ class Index:
     def path(self, page: int) -> Path:
         """The file of a page."""
         if page >= len(self._names):
-            raise CacheIncompleteError(f"Page {page} of {self.folder / 'index'} is gone. Open the cache again.")
+            raise self._gone(page)
         if page not in self._paths:  # made once: every lookup asks for it
             self._paths[page] = self.folder / "index" / self._names[page]
         return self._paths[page]
@@ -234,8 +234,15 @@ class Index:
             return self._memory[path][:size] if path in self._memory else read_file(path, size)
         except FileNotFoundError:
             # A builder has published a longer page in its place: it begins with the same rows.
+            known = self.num_chunks
             self.reload()
+            if self.num_chunks < known:
+                raise self._gone(page) from None
             return self._read(page, size)
+
+    def _gone(self, page: int) -> CacheIncompleteError:
+        """What is to be raised when a builder has removed the index, which must be derived anew."""
+        return CacheIncompleteError(f"Page {page} of {self.folder / 'index'} is gone. Open the cache again.")
 
     def _following(self, num_planned: int, trusted) -> Iterator[Record]:
         for chunk in range(self.num_chunks, num_planned):
