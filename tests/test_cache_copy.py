@@ -15,8 +15,10 @@ from packhorse.cache.check import check_cache
 from packhorse.cache.claims import Claims
 from packhorse.cache.copying import copy_cache
 from packhorse.cache.plan import Plan
+from packhorse.cache.record import read_record
 from packhorse.cache.removal import PARTS, remove_cache
 from packhorse.cache.selection import Selection
+from packhorse.cache.snapshot import Index
 from packhorse.cache.suspects import Suspects
 from packhorse.cache.update import build_selection
 from packhorse.cli import main
@@ -114,6 +116,30 @@ def test_what_is_committed_while_it_is_copied_is_left_for_the_next_time(cache, b
     copy_cache(cache.folder, str(target))
     assert content(target) == content(grown[0].folder)
     assert check_cache(target).is_good
+
+
+@pytest.mark.parametrize("reads", ["read_file", "read_record"])
+@pytest.mark.parametrize("does", ["grow", "forget"])
+def test_what_a_builder_replaces_while_it_is_listed_stops_no_copy(reads, does, cache, build, tmp_path, monkeypatch):
+    read, done = getattr(copying, reads), []
+
+    def read_beside_a_builder(where, what):
+        if not done and (reads == "read_record" or where.suffix == ".idx"):
+            done.append(does)
+            if does == "grow":
+                grow(build, tmp_path)
+            else:
+                Index(cache.folder).forget()
+                Suspects(cache.folder).add(EngineMismatch(read_record(cache.folder, 0).engine, "a text"))
+                Suspects(cache.folder).put_out_of_use(0)
+        return read(where, what)
+
+    monkeypatch.setattr(copying, reads, read_beside_a_builder)
+    copy_cache(cache.folder, str(tmp_path / "copy"))
+    assert done
+    assert {f.kind for f in check_cache(tmp_path / "copy").findings} <= {"metadata", "index"}
+    there = Cache(tmp_path / "copy").snapshot.num_chunks
+    assert there >= cache.snapshot.num_chunks if does == "grow" else there == 0
 
 
 def test_a_damaged_chunk_is_never_copied(cache, tmp_path):

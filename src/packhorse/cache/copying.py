@@ -10,6 +10,7 @@ Every chunk is compared with the SHA-256 in its record while it is read, and aga
 import hashlib
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +22,7 @@ from packhorse.cache.recipe import read_identity, tokenizer_json
 from packhorse.cache.record import Record, chunk_path, committed_chunks, read_record, record_path
 from packhorse.cache.regular import read_file, read_parts
 from packhorse.cache.snapshot import Index
-from packhorse.errors import CacheCorruptionError, CacheError, StorageIOError
+from packhorse.errors import CacheCorruptionError, CacheError, CacheIncompleteError, StorageIOError
 
 MAX_SMALL_BYTES = 2**30
 """All but chunks is small: it is read at once."""
@@ -157,9 +158,7 @@ class _Copying:
         if self.there and "recipe.json" not in self.there and not all(map(_is_of_a_cache, self.there)):
             raise CacheError(f"{self.target} is not empty, and not a cache. Name another target.")
         self._refuse_another_plan()
-        # The index of this moment: it must not name chunks that are committed after the next line.
-        index = self._index()
-        records = self._records()
+        index, records = self._look()
         Plan(self.folder)  # every page is whole
         for name in (*(f"tokenizer/{name}" for name in identity.tokenizer_files), "recipe.json"):
             self._small(name)
@@ -194,15 +193,20 @@ class _Copying:
                     "Name another target, or remove it."
                 )
 
+    def _look(self) -> tuple[dict[str, bytes], list[Record]]:
+        """Index and records, again when a builder has meanwhile replaced or removed one of them."""
+        while True:
+            with suppress(FileNotFoundError, CacheIncompleteError):
+                # The index first: it must not name chunks that are committed after it is read.
+                index = self._index()
+                return index, [read_record(self.folder, chunk) for chunk in committed_chunks(self.folder)]
+
     def _index(self) -> dict[str, bytes]:
         index = Index(self.folder)
         paths = [index.path(page) for page in range(index.num_pages)]
         for page in range(index.num_pages):
             index.rows(page)  # verified
         return {path.name: read_file(path, MAX_SMALL_BYTES) for path in paths}
-
-    def _records(self) -> list[Record]:
-        return [read_record(self.folder, chunk) for chunk in committed_chunks(self.folder)]
 
     def _chunk(self, record: Record) -> None:
         """The file of a chunk, and when it is there, the record."""
