@@ -238,6 +238,14 @@ def test_a_cache_is_removed_only_after_yes_and_nothing_beside_it(cache, build, t
     assert sorted(path.name for path in cache.folder.parent.iterdir()) == sorted(["tokenizers", other.folder.name])
 
 
+@pytest.mark.parametrize(("inside", "name"), [(".", "."), ("chunks", ".."), ("chunks/000000", "../..")])
+def test_a_cache_is_removed_from_inside_too(inside, name, cache, monkeypatch, capsys):
+    monkeypatch.chdir(cache.folder / inside)
+    assert main(["cache", "remove", name, "--yes"]) == 0
+    assert cache.folder.name in capsys.readouterr().out
+    assert sorted(path.name for path in cache.folder.parent.iterdir()) == ["tokenizers"]
+
+
 @pytest.mark.parametrize(("answer", "gone"), [("yes\n", True), ("y\n", False), ("\n", False)])
 def test_remove_asks_who_sits_at_a_terminal(cache, monkeypatch, answer, gone):
     import io

@@ -89,6 +89,16 @@ def test_on_mismatch_rebuild_moves_the_old_one_away_whole(build, source):
     assert np.array_equal(all_tokens(old), before)
 
 
+def test_on_mismatch_rebuild_moves_the_folder_that_one_is_in(build, source, monkeypatch):
+    cache = build(source)
+    before = all_tokens(cache)
+    monkeypatch.chdir(cache.folder)
+    new = build(source, cache_dir=".", sequence_length=16, on_mismatch="rebuild")
+    assert open_cache(cache.folder).recipe == new.recipe
+    old = open_cache(cache.folder.with_name(f"{cache.folder.name}.old-1"))
+    assert np.array_equal(all_tokens(old), before)
+
+
 def test_the_same_tokenizer_under_another_name_finds_the_same_cache(build, source, gpt2_like, tmp_path):
     cache = build(source)
     shutil.copytree(gpt2_like, tmp_path / "other name")

@@ -46,6 +46,7 @@ def remove_cache(folder: Path) -> None:
         CacheError: as `refuse_removal`.
     """
     refuse_removal(folder)
+    folder = store.renameable(folder)
     going = folder.with_name(f"{store.TEMPORARY}{folder.name}-{secrets.token_hex(4)}")
     with store.disk_errors(folder):
         folder.rename(going)

@@ -154,6 +154,11 @@ def quarantine(path: Path, cache_folder: Path) -> Path:
     return target
 
 
+def renameable(folder: Path) -> Path:
+    """The same folder by a name that it can lose: `.` and `..` are no names, and mean another folder afterwards."""
+    return folder.resolve() if folder.name in ("", "..") else folder
+
+
 def holds(path: Path, sha256: str) -> bool:
     """Whether a file is there, whole, with the content of that SHA-256."""
     try:

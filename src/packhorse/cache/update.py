@@ -102,6 +102,7 @@ def build_selection(
         if mismatch is not None:
             if settings.on_mismatch == "error":
                 raise mismatch
+            folder = store.renameable(folder)
             old = _free_name(folder)
             folder.rename(old)
             tell(f"The cache in {folder} was of another recipe; it is now {old}.")

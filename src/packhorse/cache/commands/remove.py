@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from packhorse.cache import store
 from packhorse.cache.catalogue import describe_folder
 from packhorse.cache.commands.outcome import Outcome
 from packhorse.cache.removal import refuse_removal, remove_cache
@@ -18,7 +19,7 @@ def remove(where: CacheSettings | Path, *, yes: bool = False) -> Outcome:
         where: The settings, or the folder of a cache.
         yes: Do not ask.
     """
-    folder = folder_of(where)
+    folder = store.renameable(folder_of(where))
     refuse_removal(folder)
     entry = describe_folder(folder)
     if not yes:
