@@ -1,5 +1,7 @@
 """A loop of one's own, without a Trainer: the loaders of the DataModule and any model of transformers."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -39,6 +41,20 @@ def test_pass_after_pass_goes_on_in_the_order_and_leaves_nothing_out(folder):
     assert len(first) == len(second) == count // 4 * 4 == 4 * len(loader)
     assert {number for _, number in (first + second)[:count]} == set(range(count))
     assert first != second
+
+
+def test_a_loop_that_is_left_early_goes_on_with_the_next_batch(folder):
+    undisturbed, loader = (open_data(folder).train_dataloader() for _ in range(2))
+    whole = [batch["input_ids"] for _ in range(2) for batch in undisturbed]
+    given = [batch["input_ids"] for batch in itertools.islice(loader, 3)]
+    for batch in loader:
+        given.append(batch["input_ids"])
+        if len(given) == 5:
+            break
+    given += [next(iter(loader))["input_ids"]]
+    rest = [batch["input_ids"] for batch in loader]
+    assert len(rest) == len(loader)
+    assert all(map(torch.equal, given + rest, whole[: 6 + len(loader)]))
 
 
 def test_processes_share_each_batch(folder, monkeypatch):
