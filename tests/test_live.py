@@ -226,6 +226,15 @@ def test_a_source_of_this_process_cannot_be_built_by_another(corpus, tmp_path):
     assert data.settings.chunks_first == 2
 
 
+def test_a_path_is_a_source_that_another_process_can_build(corpus, tmp_path):
+    data = data_of(corpus, tmp_path, source=Path(corpus), cache_dir=tmp_path / "cache")
+    builder = BackgroundBuilder([data.settings.cache])
+    while builder.status is None:
+        time.sleep(0.05)
+    assert builder.status == 0, builder.error()
+    assert open_cache(data.settings.cache).num_sequences()
+
+
 def test_only_chunks_without_a_gap_are_taken_up(corpus, tmp_path):
     data = data_of(corpus, tmp_path, start_after_chunks=None)
     data.prepare_data()

@@ -38,7 +38,7 @@ class BackgroundBuilder:
 
     def __init__(self, settings: Sequence[CacheSettings]) -> None:
         try:
-            data = json.dumps([asdict(each) for each in settings])
+            data = json.dumps([asdict(each) for each in settings], default=os.fspath)
         except TypeError as error:
             raise SettingsError(
                 f"The source cannot be read by another process ({error}).\nBuild the cache before training: leave "
