@@ -204,6 +204,20 @@ def test_rows_of_text_that_datasets_reads_are_taken_up_when_their_file_grows(tmp
     assert texts_in(after) == ["first, of all", "second", "third"]
 
 
+def test_what_datasets_reads_may_be_named_by_paths_and_from_home(tmp_path, build, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.csv").write_text("text\nfirst\n")
+    write_parquet(tmp_path / "b.parquet", ["second"])
+    for name, files in (("one", tmp_path / "a.csv"), ("two", {"train": [Path("~/a.csv")]}), ("three", "~/a.csv")):
+        spec = {"path": "csv", "data_files": files, "cache_dir": tmp_path / "hf"}
+        assert texts_in(build(spec, name=name)) == ["first"]
+    for path in (tmp_path / "b.parquet", Path("~/b.parquet")):
+        assert texts_in(build({"path": path})) == ["second"]
+    with (tmp_path / "a.csv").open("a") as file:
+        file.write("third\n")
+    assert texts_in(build(spec, name="three")) == ["first", "third"]
+
+
 def test_a_text_file_of_any_name_is_cut_by_datasets_as_the_settings_say(tmp_path, build):
     (tmp_path / "a.md").write_text("# One\n\ntwo\n")
     spec = {"path": "text", "data_files": str(tmp_path / "*.md")}

@@ -35,6 +35,9 @@ from packhorse.errors import SourceError
 ROWS_OF_TEXT = ("csv", "json", "text", "xml")
 """Builders of `datasets` that read rows of text."""
 
+PATHS = ("path", "data_dir", "data_files")
+"""Arguments of `datasets.load_dataset` that may name what lies on this machine."""
+
 Document = str | np.ndarray | None | LeftOut
 """What a row holds; None for null."""
 
@@ -112,7 +115,7 @@ def _open(spec: Any, reading: Reading, downloads: Downloads) -> list[Source]:
     if isinstance(spec, str | os.PathLike):
         return [_named(str(spec), reading, downloads)]
     if isinstance(spec, Mapping) and ("class_path" in spec or "path" in spec):
-        own = dict(spec)
+        own = {**spec, **_paths_of(spec, os.fspath)}
         reading = replace(reading, column=own.pop("text_column", reading.column))
         if "class_path" in own:
             return [_from_class(own, reading)]
@@ -324,7 +327,9 @@ def _skipping(read: Callable[[], Iterator[Document]]) -> Callable[[int], Iterato
 
 def _from_hub(spec: dict[str, Any], reading: Reading, downloads: Downloads) -> Source:
     """A data set through `datasets`: as arrow files on this disk, or streamed."""
-    key = json.dumps(spec, sort_keys=True)
+    key = json.dumps(spec, sort_keys=True, default=str)
+    # The key is what was written; `datasets` knows no `~`.
+    spec = {**spec, **_paths_of(spec, os.path.expanduser)}
     arguments = {"split": "train", **{k: v for k, v in spec.items() if k != "streaming"}}
     if spec["path"] == "text":
         arguments.setdefault("sample_by", reading.sample_by)
@@ -335,6 +340,19 @@ def _from_hub(spec: dict[str, Any], reading: Reading, downloads: Downloads) -> S
     return Deferred(key=key, fingerprint=key, open=lambda: _materialise_hub(key, arguments, reading, downloads))
 
 
+def _paths_of(spec: Mapping[str, Any], change: Callable[[Any], str]) -> dict[str, Any]:
+    """The paths among the arguments of a data set, each of them changed; they may be nested."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: changed(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [changed(inner) for inner in value]
+        return change(value) if isinstance(value, str | os.PathLike) else value
+
+    return {name: changed(spec[name]) for name in PATHS if name in spec}
+
+
 def _local_files(spec: Mapping[str, Any]) -> list[str]:
     """The files on this machine that `datasets` is to read as rows of text: they may grow, those of the hub do not."""
     named = spec.get("data_files", [])
@@ -342,7 +360,7 @@ def _local_files(spec: Mapping[str, Any]) -> list[str]:
     if spec["path"] not in ROWS_OF_TEXT:
         return []
     patterns = [str(p) for part in named for p in (part if isinstance(part, list | tuple) else [part])]
-    found = [sorted(glob.glob(os.path.expanduser(pattern), recursive=True)) for pattern in patterns]
+    found = [sorted(glob.glob(pattern, recursive=True)) for pattern in patterns]
     return [file for files in found for file in files if os.path.isfile(file)]
 
 
