@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from conftest import all_tokens, documents_in, make_texts, write_jsonl, write_parquet
-from packhorse.cache import Cache, build_cache, reader, snapshot
+from packhorse.cache import Cache, build_cache, open_cache, reader, snapshot
 from packhorse.cache.record import read_record
 from packhorse.cache.workers import usable_cores
 
@@ -31,6 +31,17 @@ def made(tmp_path_factory, gpt2_like):
     ]
     options = {"sequence_length": 32, "sequences_per_chunk": 25, "eval_share": 0.2, "workers": 0, "engine": "hf"}
     return build_cache(files, tokenizer=str(gpt2_like), cache_dir=str(folder / "cache"), **options)
+
+
+def test_a_cache_is_found_from_home_and_read_wherever_the_process_goes(made, tmp_path, monkeypatch):
+    expected = all_tokens(made)
+    monkeypatch.setenv("HOME", str(made.folder.parent))
+    assert np.array_equal(all_tokens(open_cache(f"~/{made.folder.name}")), expected)
+    monkeypatch.chdir(made.folder.parent)
+    caches = [open_cache(made.folder.name), Cache(made.folder.name), Cache(f"~/{made.folder.name}")]
+    monkeypatch.chdir(tmp_path)
+    assert all(np.array_equal(all_tokens(cache), expected) for cache in caches)
+    assert {cache.folder for cache in caches} == {made.folder}
 
 
 def source_rows(cache, record):

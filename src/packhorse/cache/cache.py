@@ -128,7 +128,8 @@ class Cache:
     """
 
     def __init__(self, folder: Path | str, num_chunks: int | None = None) -> None:
-        self.folder = Path(folder)
+        # What is read later is where it was when the cache was opened, wherever the process goes.
+        self.folder = Path(folder).expanduser().absolute()
         self.identity = read_identity(self.folder)
         self.recipe = self.identity.recipe
         self.snapshot = Snapshot(self._index(), num_chunks)

@@ -55,7 +55,7 @@ def folder_of(where: CacheSettings | Path | str) -> Path:
         RecipeMismatch: the folder holds a cache of another recipe.
     """
     if not isinstance(where, CacheSettings):
-        return Path(where)
+        return Path(where).expanduser()
     facts, _ = resolve_tokenizer(where, train=False)
     recipe = make_recipe(where, facts)
     with suppress(CacheCorruptionError):
