@@ -15,6 +15,7 @@ from packhorse.models import (
     gate_values,
 )
 from packhorse.training import LanguageModule
+from packhorse.training.schedule import ScheduleSettings
 
 VOCAB = 61
 SIZES = {
@@ -169,6 +170,15 @@ def test_the_infini_attention_block_of_a_nanotron_configuration_is_accepted_as_i
     assert module.balance_factor_lr == 0.00015
     assert module.balance_factor_weight_decay == 0.0
     assert InfiniLlamaConfig(**SIZES, infini_attention=NANOTRON).infini_attention.logging_interval == 2000
+
+
+def test_the_module_takes_the_groups_of_a_yaml_as_plain_mappings():
+    module = LanguageModule(infini_attention={"segment_length": 8}, schedule={"shape": "linear", "warmup_steps": 3})
+    assert module.infini_attention == InfiniAttentionConfig(segment_length=8)
+    assert module.schedule_settings == ScheduleSettings(shape="linear", warmup_steps=3)
+    for group in ("infini_attention", "schedule"):
+        with pytest.raises(ValueError, match=f"{group} has no field segments. It has: "):
+            LanguageModule(**{group: {"segments": 8}})
 
 
 def test_the_gates_learning_rate_may_stand_in_either_group_but_not_in_both():

@@ -6,7 +6,7 @@ A model family needs three lines: see `InfiniLlamaConfig`.
 """
 
 from dataclasses import asdict, dataclass, fields
-from typing import Literal, Self, get_args, get_origin
+from typing import Literal, Self, TypeVar, get_args, get_origin
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
@@ -16,6 +16,7 @@ FirstSegment = Literal["bypass", "gated"]
 MemoryUpdate = Literal["linear", "delta"]
 RotaryRestart = Literal["segment", "document"]
 Backend = Literal["auto", "loop", "scan", "attention"]
+Settings = TypeVar("Settings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +141,7 @@ class InfiniConfigMixin:
     """Gives a transformers configuration an `infini_attention` part. Only to be inherited from, before the base."""
 
     def __post_init__(self, **kwargs) -> None:
-        self.infini_attention = _to_settings(self.infini_attention)
+        self.infini_attention = as_settings(InfiniAttentionConfig, self.infini_attention, "infini_attention")
         super().__post_init__(**kwargs)
         self._refuse_sliding_windows()
         self._refuse_layers_that_are_not_there()
@@ -208,11 +209,21 @@ class InfiniQwen3Config(InfiniConfigMixin, Qwen3Config):
     infini_attention: InfiniAttentionConfig | dict | None = None
 
 
-def _to_settings(value: InfiniAttentionConfig | dict | None) -> InfiniAttentionConfig:
-    if isinstance(value, InfiniAttentionConfig):
+def as_settings(kind: type[Settings], value: Settings | dict | None, name: str) -> Settings:
+    """Settings, from themselves or from what a file has in their place.
+
+    Args:
+        kind: Their class.
+        value: They, or their fields, or nothing for the defaults.
+        name: What the group is called where it was written.
+
+    Raises:
+        ValueError: there is no such field, or its value makes no sense.
+    """
+    if isinstance(value, kind):
         return value
     value = dict(value or {})
-    known = {field.name for field in fields(InfiniAttentionConfig)}
+    known = {field.name for field in fields(kind)}
     if unknown := sorted(set(value) - known):
-        raise ValueError(f"infini_attention has no field {', '.join(unknown)}. It has: {', '.join(sorted(known))}.")
-    return InfiniAttentionConfig(**value)
+        raise ValueError(f"{name} has no field {', '.join(unknown)}. It has: {', '.join(sorted(known))}.")
+    return kind(**value)

@@ -28,6 +28,7 @@ from packhorse.models import (
     segments_in_buckets,
     split_into_segments,
 )
+from packhorse.models.config import as_settings
 from packhorse.models.slots import SlottedSegments
 from packhorse.training.compatibility import check_contents, check_shapes, hyperparameters
 from packhorse.training.families import FAMILIES, allow_cache, check_config, family_of, plain_config
@@ -82,6 +83,9 @@ class LanguageModule(LightningModule):
         compile: str | None = None,
     ) -> None:
         super().__init__()
+        # LightningCLI makes these of a YAML; from Python they may come as the YAML has them.
+        infini_attention = as_settings(InfiniAttentionConfig, infini_attention, "infini_attention")
+        schedule = as_settings(ScheduleSettings, schedule, "schedule")
         if config and pretrained:
             raise SettingsError("Give either `config`, for a new model, or `pretrained`, to continue from one.")
         check_config(config or {}, family)
