@@ -40,11 +40,6 @@ class Selection:
                 f"not {self.shard_index}."
             )
 
-    @property
-    def is_everything(self) -> bool:
-        """Whether no chunk is left to others."""
-        return self == Selection() or self == Selection(mode="inverse")
-
     def __contains__(self, chunk: int) -> bool:
         last = chunk if self.end_chunk is None else self.end_chunk
         return self.start_chunk <= chunk <= last and chunk % self.num_shards == self.shard_index
