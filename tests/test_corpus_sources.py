@@ -398,6 +398,16 @@ def test_max_documents_takes_the_first_rows(tmp_path, build):
     assert texts_in(build(TEXTS, max_documents=22, name="list")) == TEXTS[:22]
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "rows"])
+def test_max_documents_counts_rows_whatever_becomes_of_them(kind, tmp_path, build):
+    texts = [None, "", "same", "same", *TEXTS]
+    rows = [{"text": text, "number": number} for number, text in enumerate(texts)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"jsonl": str(tmp_path / "a.jsonl"), "parquet": str(write_parquet(tmp_path / "a.parquet", texts))}
+    settings = {"filters": ("number != 6",), "deduplicate": "exact", "max_documents": 10}
+    assert texts_in(build(source.get(kind, rows), **settings)) == ["same", *TEXTS[:2], *TEXTS[3:6]]
+
+
 # -- bad input
 
 

@@ -43,7 +43,8 @@ class CacheSettings:
     download_timeout: float = 30.0
     """Seconds without a byte from the hub after which a download is tried again."""
     max_documents: int | None = None
-    """Take only so many documents, in the order of the sources. Raising it later extends the cache."""
+    """Read only so many rows, in the order of the sources: also rows that hold no text, that do not pass `filters` or
+    that are duplicates count, so there may be fewer documents. Raising it later extends the cache."""
     max_chunks: int | None = None
     """Plan only so many chunks. Raising it later extends the cache, like the two below."""
     max_sequences: int | None = None

@@ -38,7 +38,7 @@ def build(
         max_chunks: Instead of `data.max_chunks`.
         max_sequences: Instead of `data.max_sequences`.
         max_tokens: Instead of `data.max_tokens`.
-        max_documents: Instead of `data.max_documents`.
+        max_documents: Instead of `data.max_documents`: rows that are read, before filters.
         num_shards: Share the chunks among so many builders, by number ...
         shard_index: ... and build those of this one, from 0.
         resume: Go on with what is there. That is what happens anyway.
