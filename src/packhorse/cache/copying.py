@@ -17,6 +17,7 @@ from typing import Protocol
 
 from packhorse.cache import store
 from packhorse.cache.byte_progress import ByteProgress
+from packhorse.cache.metadata import metadata_of
 from packhorse.cache.plan import Plan
 from packhorse.cache.recipe import read_identity, tokenizer_json
 from packhorse.cache.record import Record, chunk_path, committed_chunks, read_record, record_path
@@ -158,7 +159,9 @@ class _Copying:
         if self.there and "recipe.json" not in self.there and not all(map(_is_of_a_cache, self.there)):
             raise CacheError(f"{self.target} is not empty, and not a cache. Name another target.")
         self._refuse_another_plan()
-        index, records = self._look()
+        num_chunks, index, records = self._look()
+        # Of what is copied: that of a cache that is being built is of another moment.
+        metadata = metadata_of(self.folder, identity.recipe, num_chunks) if num_chunks else None
         Plan(self.folder)  # every page is whole
         for name in (*(f"tokenizer/{name}" for name in identity.tokenizer_files), "recipe.json"):
             self._small(name)
@@ -176,8 +179,8 @@ class _Copying:
             if name.startswith("index/") and name[6:15] in {kept[:9] for kept in index} and name[6:] < max(index):
                 if name[6:] not in index:
                     self.place.remove(name)
-        if (self.folder / "metadata.json").exists():
-            self._small("metadata.json")
+        if metadata is not None:
+            self._put("metadata.json", metadata)
         return Copied(target=self.target, files=self.files, bytes=self.bytes, skipped=self.skipped, chunks=len(records))
 
     def _refuse_another_plan(self) -> None:
@@ -193,20 +196,20 @@ class _Copying:
                     "Name another target, or remove it."
                 )
 
-    def _look(self) -> tuple[dict[str, bytes], list[Record]]:
-        """Index and records, again when a builder has meanwhile replaced or removed one of them."""
+    def _look(self) -> tuple[int, dict[str, bytes], list[Record]]:
+        """Chunks without a gap, index and records; again when a builder has replaced or removed one meanwhile."""
         while True:
             with suppress(FileNotFoundError, CacheIncompleteError):
                 # The index first: it must not name chunks that are committed after it is read.
-                index = self._index()
-                return index, [read_record(self.folder, chunk) for chunk in committed_chunks(self.folder)]
+                num_chunks, index = self._index()
+                return num_chunks, index, [read_record(self.folder, chunk) for chunk in committed_chunks(self.folder)]
 
-    def _index(self) -> dict[str, bytes]:
+    def _index(self) -> tuple[int, dict[str, bytes]]:
         index = Index(self.folder)
         paths = [index.path(page) for page in range(index.num_pages)]
         for page in range(index.num_pages):
             index.rows(page)  # verified
-        return {path.name: read_file(path, MAX_SMALL_BYTES) for path in paths}
+        return index.num_chunks, {path.name: read_file(path, MAX_SMALL_BYTES) for path in paths}
 
     def _chunk(self, record: Record) -> None:
         """The file of a chunk, and when it is there, the record."""
