@@ -200,6 +200,14 @@ def test_a_copy_over_another_cache_or_other_files_is_refused(cache, build, tmp_p
     assert json.loads(capsys.readouterr().out)["chunks"] == cache.snapshot.num_chunks
 
 
+@pytest.mark.parametrize("inside", ["", "sub/folder"])
+def test_a_copy_into_the_cache_itself_is_refused(cache, inside):
+    before = tree(cache.folder)
+    with pytest.raises(CacheError, match="is the cache itself, or inside of it"):
+        copy_cache(cache.folder, str(cache.folder / inside))
+    assert tree(cache.folder) == before
+
+
 def test_a_copy_over_another_build_of_the_cache_is_refused(cache, build, tmp_path):
     target = tmp_path / "copy"
     copy_cache(cache.folder, str(target))

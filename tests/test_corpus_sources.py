@@ -62,6 +62,9 @@ def made_of(name: str, folder: Path):
     if name == "txt":
         (folder / "a.txt").write_text("\n".join(LINES) + "\n")
         return folder / "a.txt", LINES
+    if name == "txt with a BOM":
+        (folder / "a.txt").write_text("\n".join(LINES) + "\n", encoding="utf-8-sig")
+        return folder / "a.txt", LINES
     if name == "txt.gz":
         (folder / "a.txt.gz").write_bytes(gzip.compress("\n".join(LINES).encode()))
         return folder / "a.txt.gz", LINES
@@ -99,6 +102,7 @@ FORMS = [
         "json array in gz",
         "txt",
         "txt.gz",
+        "txt with a BOM",
         "datasets, saved to disk",
         "datasets, in memory",
         "folder",

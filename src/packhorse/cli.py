@@ -83,6 +83,9 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Stopped. What was committed is safe; the same command goes on from there.", file=sys.stderr)
         return 130
+    except PermissionError as error:
+        print(f"PermissionError: {error.filename} may not be read or written: see its permissions.", file=sys.stderr)
+        return 2
     except BrokenPipeError:
         # The reader of our output went away, as `head` does.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

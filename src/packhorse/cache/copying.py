@@ -141,6 +141,8 @@ def copy_cache(folder: Path, target: str, verify: bool = True, quiet: bool = Tru
         StorageFullError, StorageIOError: see there.
     """
     place: Place = Bucket(target) if "://" in target else Folder(Path(target).expanduser())
+    if isinstance(place, Folder) and folder.resolve() in (place.root.resolve(), *place.root.resolve().parents):
+        raise CacheError(f"{target} is the cache itself, or inside of it. Name another target.")
     return _Copying(folder, place, target, verify).run(quiet)
 
 

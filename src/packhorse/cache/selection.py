@@ -34,6 +34,8 @@ class Selection:
     def __post_init__(self) -> None:
         if self.start_chunk < 0 or (self.end_chunk is not None and self.end_chunk < self.start_chunk):
             raise SettingsError(f"There are no chunks from {self.start_chunk} to {self.end_chunk}.")
+        if self.num_shards < 1:
+            raise SettingsError(f"There are no num_shards {self.num_shards}: 1 builder or more share the work.")
         if not 0 <= self.shard_index < self.num_shards:
             raise SettingsError(
                 f"shard_index must be from 0 to {self.num_shards - 1} with num_shards {self.num_shards}, "

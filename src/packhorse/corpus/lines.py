@@ -225,6 +225,8 @@ def _cut(data: bytes, kind: str) -> list[bytes]:
 
 
 def _parse_text(piece: bytes, file: "TextFile", place: int) -> str:
+    if place == 0:
+        piece = piece.removeprefix(codecs.BOM_UTF8)
     if file.kind != "document":
         piece = piece.rstrip(b"\r\n")
     return piece.replace(b"\r\n", b"\n").decode("utf-8", "surrogateescape")
