@@ -215,6 +215,20 @@ def test_a_stream_is_read_again_and_its_spool_leaves_no_trace(build):
     assert content(cache.folder) == before
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+@pytest.mark.parametrize("name", ["chunks/000000/00000001-*", "records/000000/00000001.json"])
+def test_what_is_no_file_goes_to_quarantine_and_is_never_waited_for(name, kind, cache):
+    before = content(cache.folder)
+    path = next(cache.folder.glob(name))
+    path.unlink()
+    (os.mkfifo if kind == "pipe" else os.mkdir)(path)
+    assert repair_cache(cache.folder).is_good
+    assert content(cache.folder) == before
+    (moved,) = (cache.folder / "quarantine").iterdir()
+    assert moved.is_fifo() if kind == "pipe" else moved.is_dir()
+
+
 def test_many_damaged_chunks_are_built_by_workers(cache):
     before = content(cache.folder)
     shutil.rmtree(cache.folder / "chunks")

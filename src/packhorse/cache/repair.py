@@ -24,7 +24,7 @@ from packhorse.cache.metadata import check_metadata, write_metadata
 from packhorse.cache.plan import Plan
 from packhorse.cache.recipe import Identity, create, make_recipe, read_identity
 from packhorse.cache.record import Record, chunk_path, read_record, readable_records, record_path
-from packhorse.cache.regular import read_parts
+from packhorse.cache.regular import read_file, read_parts
 from packhorse.cache.report import Report
 from packhorse.cache.scratch import Scratch
 from packhorse.cache.settings import CacheSettings
@@ -272,8 +272,8 @@ class _Work:
 
     def _put_record(self, record: Record) -> None:
         path, data = record_path(self.folder, record.chunk), store.seal(asdict(record))
-        with suppress(OSError):
-            if path.read_bytes() == data:
+        with suppress(OSError, CacheCorruptionError):
+            if read_file(path, len(data) + 1) == data:
                 return
         if os.path.lexists(path):
             store.quarantine(path, self.folder)

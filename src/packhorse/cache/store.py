@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from packhorse.cache.regular import read_file
+from packhorse.cache.regular import open_file, read_file
 from packhorse.errors import CacheCorruptionError, StorageFullError, StorageIOError
 
 MAX_JSON_BYTES = 256 * 2**20
@@ -160,11 +160,11 @@ def renameable(folder: Path) -> Path:
 
 
 def holds(path: Path, sha256: str) -> bool:
-    """Whether a file is there, whole, with the content of that SHA-256."""
+    """Whether a file is there, whole, with the content of that SHA-256; what only leads to one is not it."""
     try:
-        with path.open("rb") as file:
+        with open(open_file(path), "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest() == sha256
-    except OSError:
+    except (OSError, CacheCorruptionError):
         return False
 
 
