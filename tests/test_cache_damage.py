@@ -10,9 +10,11 @@ import pytest
 
 from conftest import all_tokens, file_bytes, make_texts, payloads, write_jsonl
 from packhorse.cache import Cache, snapshot, store
+from packhorse.cache.check import check_cache
 from packhorse.cache.plan import Plan
 from packhorse.cache.record import chunk_path, read_record, record_path
 from packhorse.cache.snapshot import Index
+from packhorse.cache.states import find_states
 from packhorse.errors import CacheCorruptionError, CacheError, CacheIncompleteError
 
 
@@ -135,6 +137,19 @@ def test_a_chunk_that_is_not_a_file_is_refused_and_never_waited_for(cache, tmp_p
         os.mkfifo(path)
     with pytest.raises(CacheError, match=path.name):
         Cache(cache.folder).read([0])
+
+
+def test_a_chunk_that_is_a_link_is_told_so_and_built_again(cache, build, tmp_path):
+    tokens, path = all_tokens(cache), chunk_path(cache.folder, 0, read_record(cache.folder, 0).file_sha256)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert find_states(cache.folder, Plan(cache.folder), Index(cache.folder)).damaged == [0]
+    with pytest.raises(CacheCorruptionError, match="is a symbolic link"):
+        Cache(cache.folder).read([0])
+    (finding,) = check_cache(cache.folder, "quick").findings
+    assert "is a link" in finding.problem
+    assert (all_tokens(rebuilt(build, tmp_path)) == tokens).all()
+    assert not path.is_symlink()
 
 
 # -- what is lost is built again

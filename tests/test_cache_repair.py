@@ -229,6 +229,29 @@ def test_what_is_no_file_goes_to_quarantine_and_is_never_waited_for(name, kind, 
     assert moved.is_fifo() if kind == "pipe" else moved.is_dir()
 
 
+@pytest.mark.parametrize("is_there", [True, False], ids=["to the file", "to nothing"])
+@pytest.mark.parametrize("name", ["chunks/000000/00000001-*", "records/000000/00000001.json"])
+def test_a_link_goes_to_quarantine_and_the_file_is_there_again(name, is_there, cache, tmp_path):
+    before = content(cache.folder)
+    path = next(cache.folder.glob(name))
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / ("elsewhere" if is_there else "nowhere"))
+    assert repair_cache(cache.folder).is_good
+    assert content(cache.folder) == before
+    assert not path.is_symlink()
+    (moved,) = (cache.folder / "quarantine").iterdir()
+    assert moved.is_symlink()
+
+
+@pytest.mark.parametrize("name", ["recipe.json", "tokenizer/tokenizer.json"])
+def test_a_link_that_leads_nowhere_is_replaced_from_the_settings(name, cache, settings, tmp_path):
+    before = content(cache.folder)
+    (cache.folder / name).unlink()
+    (cache.folder / name).symlink_to(tmp_path / "nowhere")
+    assert repair_cache(cache.folder, settings).is_good
+    assert content(cache.folder) == before
+
+
 def test_many_damaged_chunks_are_built_by_workers(cache):
     before = content(cache.folder)
     shutil.rmtree(cache.folder / "chunks")

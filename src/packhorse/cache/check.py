@@ -22,7 +22,7 @@ from packhorse.cache.plan import Plan, read_page
 from packhorse.cache.reader import ChunkReader
 from packhorse.cache.recipe import Identity, read_identity, strange_files, verified_file
 from packhorse.cache.record import Record, chunk_path, committed_chunks, read_record, readable_records, record_path
-from packhorse.cache.regular import open_file
+from packhorse.cache.regular import file_size, open_file
 from packhorse.cache.report import Depth, Report
 from packhorse.cache.snapshot import EMPTY_DIGEST, PAGE_CHUNKS, Index, Totals, next_digest
 from packhorse.cache.workers import usable_cores
@@ -200,11 +200,13 @@ class _Check:
     def _file_size(self, record: Record) -> None:
         path = chunk_path(self.folder, record.chunk, record.file_sha256)
         try:
-            size = path.lstat().st_size
+            size = file_size(path)
         except FileNotFoundError:
             self.report.add("chunk", path, f"{path} is missing.", record.chunk)
             return
-        if size != record.file_bytes:
+        if size < 0:
+            self.report.add("chunk", path, f"{path} is {'a link, ' if path.is_symlink() else ''}no file.", record.chunk)
+        elif size != record.file_bytes:
             problem = f"{path} has {size:,} bytes; its record says {record.file_bytes:,}."
             self.report.add("chunk", path, problem, record.chunk)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from packhorse.cache import store
 from packhorse.cache.plan import Plan, Range
+from packhorse.cache.regular import file_size
 from packhorse.cache.typed import make, refuse_unless
 from packhorse.errors import CacheCorruptionError, CacheError, NonDeterministicBuildError, StorageIOError
 
@@ -226,11 +227,11 @@ def committed_chunks(folder: Path) -> list[int]:
 
 
 def chunk_sizes(folder: Path) -> dict[str, int]:
-    """Names of the chunk files that exist -> bytes."""
+    """Names of the chunk files that exist -> bytes; -1 for what is no file."""
     sizes = {}
     for path in _files(folder / "chunks", ".chunk"):
         with suppress(FileNotFoundError):  # quarantined meanwhile
-            sizes[path.name] = path.stat().st_size
+            sizes[path.name] = file_size(path)
     return sizes
 
 

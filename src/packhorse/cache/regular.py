@@ -3,6 +3,7 @@
 A symbolic link could lead anywhere, opening a pipe would wait for ever, and a file may be larger than the memory.
 """
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -25,11 +26,23 @@ def open_file(path: Path) -> int:
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CacheCorruptionError(f"{path} is a symbolic link, and those are not followed.") from None
         raise CacheCorruptionError(f"{path} cannot be opened: {error.strerror}.") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CacheCorruptionError(f"{path} is not a file.")
     return descriptor
+
+
+def file_size(path: Path) -> int:
+    """Bytes of a file of a cache, as `open_file` would find it; -1 for something that is no file.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+    """
+    found = path.lstat()
+    return found.st_size if stat.S_ISREG(found.st_mode) else -1
 
 
 def read_file(path: Path, most: int) -> bytes:

@@ -141,9 +141,9 @@ class _Work:
         if known - {recipe.digest}:
             raise CacheError(f"The settings are of the recipe {recipe.id}; the chunks are of {sorted(known)[0][:12]}.")
         for finding in self.result.before.findings:
-            if finding.kind == "tokenizer" and finding.path.exists():
+            if finding.kind == "tokenizer" and os.path.lexists(finding.path):
                 store.quarantine(finding.path, self.folder)
-        if (self.folder / "recipe.json").exists():
+        if os.path.lexists(self.folder / "recipe.json"):
             store.quarantine(self.folder / "recipe.json", self.folder)
         create(self.folder, recipe, content, str(self.settings.tokenizer))
         self.result.mended.append("Recipe and tokenizer were written again from the settings.")

@@ -3,7 +3,7 @@
     built      its record is there, and its file has the size that the record says
     missing    it is planned, and has no record
     lost       its record is there, its file is not
-    damaged    its file has another size, or its record cannot be read
+    damaged    its file has another size or is none (a link, a pipe), or its record cannot be read
     suspect    its tokens are of an engine that was wrong
 
 Nothing is opened but records that are not in the index yet; `cache validate` is what reads and hashes.
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from packhorse.cache.plan import Plan
 from packhorse.cache.record import chunk_path, chunk_sizes, committed_chunks, read_record
+from packhorse.cache.regular import file_size
 from packhorse.cache.snapshot import Index
 from packhorse.cache.suspects import Suspects
 from packhorse.errors import CacheCorruptionError
@@ -72,7 +73,7 @@ def is_built(folder: Path, chunk: int) -> bool:
     """Whether a chunk is committed by now, and its file has the size that its record says."""
     try:
         record = read_record(folder, chunk)
-        return chunk_path(folder, chunk, record.file_sha256).stat().st_size == record.file_bytes
+        return file_size(chunk_path(folder, chunk, record.file_sha256)) == record.file_bytes
     except (OSError, CacheCorruptionError):
         return False
 
