@@ -14,6 +14,7 @@ from packhorse.cache import CacheSettings, store
 from packhorse.cache.check import check_cache
 from packhorse.cache.chunk import encode_chunk
 from packhorse.cache.record import chunk_path, read_record, record_path
+from packhorse.cache.repair import repair_cache
 from packhorse.cache.restore import restore
 from packhorse.cache.snapshot import HEADER, ROW, Index
 from packhorse.cli import main
@@ -175,6 +176,46 @@ def test_a_stream_is_tokenized_again_without_a_trace(build, tmp_path):
     report = check_cache(cache.folder, "deep", stream)
     assert tree(tmp_path) == before
     assert (report.is_good, report.retokenized) == (True, 60)
+
+
+# -- a page of the plan that is gone
+
+
+@pytest.mark.parametrize("index", [True, False], ids=["with index", "without index"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_missing_page_of_the_plan_is_named_by_every_command_and_nothing_is_changed(
+    number, index, cache, build, tmp_path, capsys
+):
+    write_jsonl(tmp_path / "a.jsonl", make_texts(40, seed=5, words=20), "a")
+    build(str(tmp_path / "a.jsonl"), sequences_per_chunk=12)
+    page = cache.folder / f"plan/{number:06d}.json"
+    page.rename(tmp_path / "copy")
+    if not index:
+        shutil.rmtree(cache.folder / "index")
+    before = tree(cache.folder)
+    for depth in DEPTHS:
+        (finding,) = [each for each in check_cache(cache.folder, depth).findings if each.kind != "index"]
+        assert (finding.kind, finding.path) == ("plan", page)
+        assert "Bring the page back from a copy" in str(finding)
+    for command, status in {"status": 2, "validate": 1, "repair": 1}.items():
+        assert main(["cache", command, str(cache.folder)]) == status
+        said = capsys.readouterr()
+        assert f"{page} is missing" in said.out + said.err
+        assert "planned chunks are there" not in said.out
+    assert main(["cache", "inspect", str(cache.folder)]) == 0
+    assert tree(cache.folder) == before
+    (tmp_path / "copy").rename(page)
+    assert repair_cache(cache.folder).is_good
+
+
+def test_the_only_page_of_the_plan_is_missed_too(cache, capsys):
+    (cache.folder / "plan/000000.json").unlink()
+    flip(file_of(cache, 1), -1)
+    assert ("plan", None) in found(cache)
+    assert main(["cache", "status", str(cache.folder)]) == 2
+    assert main(["cache", "repair", str(cache.folder)]) == 1
+    assert "has 0 chunks, and no chunk 1" in capsys.readouterr().out
+    assert main(["cache", "inspect", str(cache.folder)]) == 0
 
 
 # -- chunks that were built wrongly, with hashes that are right

@@ -319,7 +319,7 @@ class Building:
     def _states(self) -> ChunkStates:
         while True:
             self._before = states = self._find_states()
-            known = [*states.built, *states.lost, *states.damaged, *states.suspect]
+            known = [*states.built, *states.lost, *states.damaged, *states.suspect, *states.unplanned]
             # The last of either can only be there when its page was.
             self.plan.refuse_gaps(max(self.index.num_chunks, 1 + max(known, default=-1)))
             if states.planned == self.plan.num_chunks:

@@ -21,7 +21,15 @@ from packhorse.cache.metadata import check_metadata
 from packhorse.cache.plan import Plan, read_page
 from packhorse.cache.reader import ChunkReader
 from packhorse.cache.recipe import Identity, read_identity, strange_files, verified_file
-from packhorse.cache.record import Record, chunk_path, committed_chunks, read_record, readable_records, record_path
+from packhorse.cache.record import (
+    Record,
+    chunk_path,
+    committed_chunks,
+    read_record,
+    readable_records,
+    record_path,
+    unplanned_chunks,
+)
 from packhorse.cache.regular import file_size, open_file
 from packhorse.cache.report import Depth, Report
 from packhorse.cache.snapshot import EMPTY_DIGEST, PAGE_CHUNKS, Index, Totals, next_digest
@@ -48,8 +56,9 @@ def check_cache(folder: Path, depth: Depth = "full", sources: list[Source] | Non
     if depth != "quick":
         check.chunk_files(quiet)
     if depth == "deep" and check.identity is not None and check.plan is not None:
+        planned = [chunk for chunk in check.committed if chunk < check.plan.num_chunks]
         check.report.retokenized = check_sample(
-            check.plan, check.identity, readable_records(folder), sources, check.report
+            check.plan, check.identity, readable_records(folder, planned), sources, check.report
         )
     check.report.findings.sort(key=lambda finding: (finding.chunk is not None, finding.chunk or 0))
     check.report.seconds = time.monotonic() - start
@@ -90,7 +99,9 @@ class _Check:
         self.report = Report(folder=folder, depth=depth)
         self.identity: Identity | None = None
         self.plan: Plan | None = None
+        # In this order: a builder writes a page, then records of it, and takes those into the index.
         self.index = Index(folder)
+        self.committed = committed_chunks(folder)
 
     def small_files(self) -> None:
         """Everything but the content of chunks."""
@@ -104,7 +115,7 @@ class _Check:
     def chunk_files(self, quiet: bool) -> None:
         """Every hash of every chunk whose record and size are right."""
         damaged = set(self.report.damaged_chunks)
-        records = [record for record in readable_records(self.folder) if record.chunk not in damaged]
+        records = [record for record in readable_records(self.folder, self.committed) if record.chunk not in damaged]
         with (
             ByteProgress("checking", sum(record.file_bytes for record in records), quiet) as progress,
             ThreadPoolExecutor(len(usable_cores())) as pool,
@@ -155,6 +166,12 @@ class _Check:
         except CacheError as error:
             if not any(finding.kind == "plan" for finding in self.report.findings):
                 self.report.add("plan", root, error)
+            return
+        beyond = [chunk for chunk in self.committed if chunk >= self.plan.num_chunks]
+        unplanned = unplanned_chunks(self.folder, beyond, self.identity and self.identity.recipe.digest)
+        path = self.plan.lost_page(max([self.index.num_chunks, *(chunk + 1 for chunk in unplanned)]))
+        if path is not None and not any(finding.path == path for finding in self.report.findings):
+            self.report.add("plan", path, f"{path} is missing, and chunks that it planned are there.")
 
     def _suspects(self) -> None:
         for path in sorted((self.folder / "suspects").glob("*.json")):
@@ -165,7 +182,7 @@ class _Check:
                 self.report.add("suspect", path, error)
 
     def _records(self) -> None:
-        committed = committed_chunks(self.folder)
+        committed = self.committed
         self.report.chunks = len({*committed, *range(self.index.num_chunks)})
         for chunk in sorted(set(range(self.index.num_chunks)) - set(committed)):
             path = record_path(self.folder, chunk)
@@ -191,9 +208,7 @@ class _Check:
 
     def _page_of_another_plan(self, record: Record) -> Path | None:
         """The page that plans something else than the record is of."""
-        if record.chunk >= self.plan.num_chunks:
-            return self.folder / "plan"
-        if record.ranges == self.plan.entry(record.chunk):
+        if record.chunk >= self.plan.num_chunks or record.ranges == self.plan.entry(record.chunk):
             return None
         return self.folder / "plan" / f"{self.plan.page(record.chunk).page:06d}.json"
 
@@ -226,10 +241,9 @@ class _Check:
     def _unplanned(self, unplanned: dict[Path, list[int]], committed: list[int]) -> None:
         """Records that are not of what is planned: when all of a page are not, it is the page that is wrong."""
         for path, chunks in unplanned.items():
-            number = int(path.stem) if path.stem.isdigit() else -1
-            first = self.plan.pages[number].first_chunk if number >= 0 else self.plan.num_chunks
-            stop = first + len(self.plan.pages[number].entries) if number >= 0 else 2**63
-            if len(chunks) > 1 and len(chunks) == sum(first <= chunk < stop for chunk in committed) and number >= 0:
+            page = self.plan.pages[int(path.stem)]
+            stop = page.first_chunk + len(page.entries)
+            if len(chunks) > 1 and len(chunks) == sum(page.first_chunk <= chunk < stop for chunk in committed):
                 problem = f"{path} plans other ranges than the records of its {len(chunks)} chunks are of."
                 self.report.add("plan", path, problem)
                 continue
@@ -238,7 +252,7 @@ class _Check:
                 self.report.add("record", where, f"{where} is not of what is planned.", chunk)
 
     def _index(self) -> None:
-        if not self.index.num_chunks and (self.folder / "metadata.json").exists() and committed_chunks(self.folder):
+        if not self.index.num_chunks and (self.folder / "metadata.json").exists() and self.committed:
             self.report.add("index", self.folder / "index", f"{self.folder / 'index'} is missing.")
         totals, digest = Totals(), EMPTY_DIGEST
         for page in range(self.index.num_pages):
@@ -253,9 +267,6 @@ class _Check:
             totals = header.after
             for place, row in enumerate(rows):
                 digest = self._row(path, page * PAGE_CHUNKS + place, row, digest)
-        if self.plan is not None and self.index.num_chunks > self.plan.num_chunks:
-            problem = f"{self.folder / 'index'} has {self.index.num_chunks} chunks, planned are {self.plan.num_chunks}."
-            self.report.add("plan", self.folder / "plan", problem)
 
     def _row(self, path: Path, chunk: int, row, before: bytes) -> bytes:
         """Compare a row with its record; the digest that goes on from there."""

@@ -101,6 +101,8 @@ class _Finder:
         """The file of a row, and its place there in words."""
         left = row
         for number, start, stop in self.ranges:
+            if number >= len(self.plan.files):
+                return None, f"row {row}, of a file that a missing page of the plan names"
             planned = self.plan.files[number]
             if planned.kind in ("parquet", "arrow"):
                 if left < stop - start:

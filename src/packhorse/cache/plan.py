@@ -120,7 +120,13 @@ class Plan:
         return page.dropped[chunk - page.first_chunk] if page.dropped else []
 
     def page(self, chunk: int) -> Page:
-        """The page that plans a chunk."""
+        """The page that plans a chunk.
+
+        Raises:
+            CacheCorruptionError: none does, as far as the pages are there.
+        """
+        if not 0 <= chunk < self.num_chunks:
+            raise CacheCorruptionError(f"{self.folder / 'plan'} has {self.num_chunks} chunks, and no chunk {chunk}.")
         return self.pages[bisect_right(self._first_chunks, chunk) - 1]
 
     def publish(self, page: Page) -> Page:
@@ -130,17 +136,21 @@ class Plan:
         self.reload()
         return self.pages[page.page]
 
+    def lost_page(self, chunks_elsewhere: int) -> Path | None:
+        """The first page that is gone: later pages exist, or more chunks than are planned."""
+        later = [p for p in self._path(0).parent.glob("*.json") if p.stem.isdigit() and int(p.stem) > len(self.pages)]
+        return self._path(len(self.pages)) if later or chunks_elsewhere > self.num_chunks else None
+
     def refuse_gaps(self, chunks_elsewhere: int) -> None:
-        """Refuse to plan again what was planned before: pages are missing when more chunks exist than are planned.
+        """Refuse to go on where pages are gone: what they planned must not be planned again, nor be forgotten.
 
         Raises:
             CacheCorruptionError: a page is gone.
         """
         self.reload()
-        later = [p for p in self._path(0).parent.glob("*.json") if p.stem.isdigit() and int(p.stem) > len(self.pages)]
-        if later or chunks_elsewhere > self.num_chunks:
+        if page := self.lost_page(chunks_elsewhere):
             raise CacheCorruptionError(
-                f"{self._path(len(self.pages))} is missing: chunks or pages that come after it exist.\n"
+                f"{page} is missing: chunks or pages that come after it exist.\n"
                 "Bring the file back from a copy, or move the whole cache away and build it anew."
             )
 

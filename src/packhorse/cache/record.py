@@ -214,9 +214,9 @@ def refuse_strangers(folder: Path, plan: Plan, recipe_digest: str, committed: li
                 )
 
 
-def readable_records(folder: Path) -> Iterator[Record]:
-    """The records that are there and not damaged, in order."""
-    for chunk in committed_chunks(folder):
+def readable_records(folder: Path, chunks: list[int] | None = None) -> Iterator[Record]:
+    """The records of some chunks, by default of all, that are there and not damaged, in order."""
+    for chunk in committed_chunks(folder) if chunks is None else chunks:
         with suppress(FileNotFoundError, CacheCorruptionError):
             yield read_record(folder, chunk)
 
@@ -224,6 +224,14 @@ def readable_records(folder: Path) -> Iterator[Record]:
 def committed_chunks(folder: Path) -> list[int]:
     """Numbers of the chunks that have a record, in order."""
     return sorted(int(path.stem) for path in _files(folder / "records", ".json") if path.stem.isdigit())
+
+
+def unplanned_chunks(folder: Path, beyond: list[int], recipe_digest: str | None) -> list[int]:
+    """Those of the numbers beyond a plan that are chunks: the page that planned them is gone.
+
+    A record is only written for what is planned; so one that is whole, and of this recipe, tells that there was a page.
+    """
+    return [r.chunk for r in readable_records(folder, beyond) if recipe_digest in (None, r.recipe)]
 
 
 def chunk_sizes(folder: Path) -> dict[str, int]:

@@ -116,6 +116,8 @@ class _Work:
         wanted = self._wanted()
         if wanted:
             self._chunks(wanted, plan, identity)
+        if "plan" in self.kinds:
+            return  # what is derived from it would lose what only the index still knows
         if self.index_changed or "index" in self.kinds:
             self._index(plan, identity)
         self._metadata(identity)
@@ -201,7 +203,7 @@ class _Work:
                 jobs.append(Job(chunk=known.chunk, ranges=entry, files=files, dropped=plan.dropped(known.chunk)))
             except DISK_ERRORS:
                 raise
-            except (PackhorseError, IndexError) as error:
+            except PackhorseError as error:
                 self._refuse(f"chunk {known.chunk}: {error}")
         if not jobs:
             return

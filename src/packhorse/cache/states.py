@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from packhorse.cache.plan import Plan
-from packhorse.cache.record import chunk_path, chunk_sizes, committed_chunks, read_record
+from packhorse.cache.recipe import read_identity
+from packhorse.cache.record import chunk_path, chunk_sizes, committed_chunks, read_record, unplanned_chunks
 from packhorse.cache.regular import file_size
 from packhorse.cache.snapshot import Index
 from packhorse.cache.suspects import Suspects
@@ -30,6 +31,8 @@ class ChunkStates:
     lost: list[int] = field(default_factory=list)
     damaged: list[int] = field(default_factory=list)
     suspect: list[int] = field(default_factory=list)
+    unplanned: list[int] = field(default_factory=list)
+    """Those beyond the plan, in none of the other states: a page of the plan is gone, or was added just now."""
     unreadable: dict[int, str] = field(default_factory=dict)
     """Of the damaged ones, those whose record cannot be read, and why."""
 
@@ -52,7 +55,10 @@ def find_states(folder: Path, plan: Plan, index: Index) -> ChunkStates:
     states.missing.extend(sorted(set(range(plan.num_chunks)) - set(committed)))
     sizes = chunk_sizes(folder)
     engines = Suspects(folder).engines()
-    for chunk in committed:
+    beyond = [chunk for chunk in committed if chunk >= plan.num_chunks]
+    if beyond:
+        states.unplanned.extend(unplanned_chunks(folder, beyond, read_identity(folder).recipe.digest))
+    for chunk in committed[: len(committed) - len(beyond)]:
         try:
             digest, size = _recorded(folder, index, chunk)
             found = sizes.get(chunk_path(folder, chunk, digest).name)

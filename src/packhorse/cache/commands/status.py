@@ -42,7 +42,9 @@ def status(where: CacheSettings | Path, *, watch: float | None = None) -> Outcom
 
 def _look(folder: Path, claims: Claims) -> Outcome:
     plan, cache = Plan(folder), Cache(folder)
-    states = find_states(folder, plan, Index(folder))
+    index = Index(folder)
+    states = find_states(folder, plan, index)
+    plan.refuse_gaps(max([index.num_chunks, *(chunk + 1 for chunk in states.unplanned)]))
     if states.unfinished and states.unfinished[0] < cache.snapshot.num_chunks:
         # What is told of tokens is of the chunks that can be read, even if the index promises more.
         cache = Cache(folder, states.unfinished[0])
