@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -157,6 +158,26 @@ def test_claims_of_dead_builders_go_and_those_of_living_ones_stay(cache):
         assert names(cache) == {f"claims/{name}" for name in ("dead-1-ab.json", "00000001.claim", "00000002.claim")}
         clean(find_leftovers(cache.folder), cache.folder)
         assert living.owner(0) == living.name
+
+
+@pytest.mark.parametrize("look", [1, 2, 3])
+def test_what_builders_release_while_it_is_looked_at_is_left_out(look, cache, monkeypatch):
+    names = ("claims/00000001.claim", "claims/dead-1-ab.json", "chunks/000000/.tmp-1-abc", f"spool/{'0' * 64}.jsonl")
+    looks = {put(cache.folder / name): 0 for name in (*names, "spool/repair-1/inner", "quarantine/moved")}
+    plain = Path.lstat
+
+    def lstat(path):
+        if path in looks:
+            looks[path] += 1
+            if looks[path] == look:
+                path.unlink()
+        return plain(path)
+
+    age(cache.folder / "spool/repair-1")
+    monkeypatch.setattr(Path, "lstat", lstat)
+    clean(find_leftovers(cache.folder, quarantine_days=0, min_age_seconds=-1), cache.folder)
+    monkeypatch.undo()
+    assert find_leftovers(cache.folder, quarantine_days=0, min_age_seconds=-1) == []
 
 
 def test_what_is_not_a_cache_is_left_alone(tmp_path):

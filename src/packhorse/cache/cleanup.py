@@ -11,7 +11,7 @@
 Safe beside live builders: what is younger than any writing takes is left alone. Nothing goes that cannot be rebuilt.
 """
 
-import os
+import math
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -130,11 +130,11 @@ class _Finder:
 
     def claims(self) -> Iterator[Leftover]:
         """Claims and notes of builders whose lease was not refreshed for long."""
-        root, seen = self.folder / "claims", Claims(self.folder)
+        root, seen, oldest = self.folder / "claims", Claims(self.folder), time.time() - CLAIM_SECONDS
         for path in sorted(root.iterdir()) if root.is_dir() else ():
             name = seen.owner(int(path.stem)) if path.suffix == ".claim" and path.stem.isdigit() else path.stem
             lease = root / f"{name}.lease" if _is_name(name) else path
-            if _is_older(path, CLAIM_SECONDS) and _is_older(lease, CLAIM_SECONDS):
+            if _written(path, if_gone=math.inf) < oldest and _written(lease, if_gone=0.0) < oldest:
                 yield self._leftover(path, "its builder is gone")
 
     def chunk_files(self) -> Iterator[Leftover]:
@@ -152,7 +152,7 @@ class _Finder:
                     yield self._leftover(path, f"the record of chunk {chunk} names another file, which is whole")
 
     def _is_old(self, path: Path) -> bool:
-        return path.lstat().st_mtime < self.oldest if os.path.lexists(path) else False
+        return _written(path, if_gone=math.inf) < self.oldest
 
     def _leftover(self, path: Path, why: str, keep: bool = False) -> Leftover:
         return Leftover(path=path, why=why, num_bytes=_size(path), keep=keep)
@@ -161,14 +161,18 @@ class _Finder:
 def _old_quarantine(folder: Path, oldest: float) -> Iterator[Leftover]:
     root = folder / "quarantine"
     for path in sorted(root.iterdir()) if root.is_dir() else ():
-        # When it was moved: the time of a file is that of its content, the other that of its name.
-        if path.lstat().st_ctime < oldest:
-            yield Leftover(path=path, why="in quarantine for long enough", num_bytes=_size(path))
+        with suppress(FileNotFoundError):
+            # When it was moved: the time of a file is that of its content, the other that of its name.
+            if path.lstat().st_ctime < oldest:
+                yield Leftover(path=path, why="in quarantine for long enough", num_bytes=_size(path))
 
 
-def _is_older(path: Path, seconds: float) -> bool:
-    """Whether nobody has touched it for so long; what is not there was not touched."""
-    return not os.path.lexists(path) or path.lstat().st_mtime < time.time() - seconds
+def _written(path: Path, if_gone: float) -> float:
+    """When it was written last. It may be gone since the folder was listed: builders work on."""
+    try:
+        return path.lstat().st_mtime
+    except FileNotFoundError:
+        return if_gone
 
 
 def _is_name(name: str) -> bool:
@@ -176,6 +180,9 @@ def _is_name(name: str) -> bool:
 
 
 def _size(path: Path) -> int:
-    if path.is_symlink() or not path.is_dir():
-        return path.lstat().st_size
-    return sum(inner.lstat().st_size for inner in path.rglob("*"))
+    """Bytes of a file, or of all files below a folder, as far as they are still there."""
+    size = 0
+    for file in path.rglob("*") if path.is_dir() and not path.is_symlink() else [path]:
+        with suppress(FileNotFoundError):
+            size += file.lstat().st_size
+    return size
