@@ -65,6 +65,39 @@ def test_status_tells_the_state_of_every_chunk(settings):
     assert f"All {planned} planned chunks are there." in outcome.lines
 
 
+@pytest.mark.parametrize("damage", ["flipped", "empty", "folder", "swapped"])
+def test_a_damaged_record_makes_its_chunk_damaged_and_the_chunks_before_it_are_summarised(damage, settings):
+    cache = update_cache(settings, quiet=True)
+    folder, planned = cache.folder, cache.snapshot.num_chunks
+    paths = [record_path(folder, chunk) for chunk in (2, 4)]
+    data = [path.read_bytes() for path in paths]
+    if damage == "swapped":
+        paths[1].write_bytes(data[0])
+    if damage == "folder":
+        paths[0].unlink()
+        paths[0].mkdir()
+    else:
+        paths[0].write_bytes({"flipped": b"[" + data[0][1:], "empty": b"", "swapped": data[1]}[damage])
+    damaged = [2, 4] if damage == "swapped" else [2]
+    outcome = status(folder)
+    assert (outcome.values["damaged"], outcome.values["missing"]) == (damaged, damaged)
+    assert outcome.values["tokens"] == sum(read_record(folder, chunk).tokens for chunk in (0, 1))
+    assert outcome.values["snapshot"] == cache.snapshot.digest_of(2)
+    assert f"{planned - len(damaged)} of {planned} planned chunks are there" in "\n".join(outcome.lines)
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"[" + data[1:], lambda data: b"", lambda data: data[:-7]])
+def test_a_damaged_index_is_told_and_damages_no_chunk(damage, settings):
+    cache = update_cache(settings, quiet=True)
+    before = status(cache.folder)
+    (page,) = (cache.folder / "index").iterdir()
+    page.write_bytes(damage(page.read_bytes()))
+    outcome = status(cache.folder)
+    assert outcome.values == before.values
+    assert [line for line in outcome.lines if line not in before.lines] == [outcome.lines[-1]]
+    assert outcome.lines[-1].startswith(f"{page} is damaged")
+
+
 def test_status_without_builders_says_what_the_rest_takes(settings):
     build_selection(settings, Selection(end_chunk=1), quiet=True)
     assert any("nobody is building; one core takes about" in line for line in status(settings).lines)

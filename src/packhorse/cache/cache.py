@@ -121,18 +121,19 @@ class Cache:
     Args:
         folder: Its folder.
         num_chunks: Open the snapshot of the first so many chunks; by default all that are there without a gap.
+        from_records: Leave the index on the disk aside, as if there were none.
 
     Raises:
         CacheIncompleteError: there is no cache, or it has fewer chunks.
         CacheCorruptionError: one of the files that were read is damaged.
     """
 
-    def __init__(self, folder: Path | str, num_chunks: int | None = None) -> None:
+    def __init__(self, folder: Path | str, num_chunks: int | None = None, from_records: bool = False) -> None:
         # What is read later is where it was when the cache was opened, wherever the process goes.
         self.folder = Path(folder).expanduser().absolute()
         self.identity = read_identity(self.folder)
         self.recipe = self.identity.recipe
-        self.snapshot = Snapshot(self._index(), num_chunks)
+        self.snapshot = Snapshot(self._index(num_chunks, from_records), num_chunks)
         self._reader = SequenceReader(
             self.folder,
             self.snapshot,
@@ -151,9 +152,9 @@ class Cache:
             f"{totals.train_tokens + totals.eval_tokens:,} tokens)"
         )
 
-    def _index(self) -> Index:
+    def _index(self, num_chunks: int | None, from_records: bool) -> Index:
         """The index on the disk; without one, what the records say, for this object alone."""
-        index = Index(self.folder)
+        index = Index(self.folder, in_memory=from_records)
         if not index.num_chunks:
             suspects = Suspects(self.folder).engines()
 
@@ -165,7 +166,7 @@ class Cache:
                     )
                 return record.engine not in suspects
 
-            index.extend(MAX_CHUNKS, is_trusted, in_memory=True)
+            index.extend(MAX_CHUNKS if num_chunks is None else num_chunks, is_trusted, in_memory=True)
         return index
 
     @property

@@ -103,10 +103,11 @@ class Index:
 
     Args:
         folder: The cache.
+        in_memory: Begin with no chunk, whatever pages are on the disk.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, in_memory: bool = False) -> None:
+        self.folder, self._in_memory = folder, in_memory
         self._headers: dict[Path, _Header] = {}
         self._memory: dict[Path, bytes] = {}
         """Pages that are not on the disk."""
@@ -117,7 +118,9 @@ class Index:
         """Look for pages that were published since."""
         longest: dict[int, tuple[int, str]] = {}
         root = self.folder / "index"
-        for name in os.listdir(root) if root.is_dir() else ():  # no `Path` of each: there are hundreds
+        for name in (
+            os.listdir(root) if root.is_dir() and not self._in_memory else ()
+        ):  # no `Path` of each: there are hundreds
             stem, _, suffix = name.rpartition(".")
             first, _, count = stem.partition("-")
             if suffix == "idx" and first.isdigit() and count.isdigit():

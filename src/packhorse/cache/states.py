@@ -6,7 +6,7 @@
     damaged    its file has another size or is none (a link, a pipe), or its record cannot be read
     suspect    its tokens are of an engine that was wrong
 
-Nothing is opened but records that are not in the index yet; `cache validate` is what reads and hashes.
+No chunk is opened: `cache validate` is what hashes. Where an index is given, only records that it lacks are read.
 """
 
 from dataclasses import dataclass, field
@@ -42,13 +42,13 @@ class ChunkStates:
         return sorted([*self.missing, *self.lost, *self.damaged, *self.suspect])
 
 
-def find_states(folder: Path, plan: Plan, index: Index) -> ChunkStates:
+def find_states(folder: Path, plan: Plan, index: Index | None = None) -> ChunkStates:
     """Look at every chunk of a plan.
 
     Args:
         folder: The cache.
         plan: Its plan.
-        index: Its index; chunks that it has are believed to be what it says.
+        index: Its index; chunks that it has are believed to be what it says. Without one every record is read.
     """
     committed = committed_chunks(folder)
     states = ChunkStates(planned=plan.num_chunks)
@@ -84,8 +84,8 @@ def is_built(folder: Path, chunk: int) -> bool:
         return False
 
 
-def _recorded(folder: Path, index: Index, chunk: int) -> tuple[str, int]:
-    if chunk < index.num_chunks:
+def _recorded(folder: Path, index: Index | None, chunk: int) -> tuple[str, int]:
+    if index is not None and chunk < index.num_chunks:
         return index.file_sha256(chunk), int(index.row(chunk)["file_bytes"])
     record = read_record(folder, chunk)
     return record.file_sha256, record.file_bytes

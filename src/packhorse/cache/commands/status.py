@@ -16,6 +16,7 @@ from packhorse.cache.settings import CacheSettings
 from packhorse.cache.snapshot import Index
 from packhorse.cache.states import ChunkStates, find_states
 from packhorse.cache.update import folder_of
+from packhorse.errors import CacheCorruptionError
 
 
 def status(where: CacheSettings | Path, *, watch: float | None = None) -> Outcome:
@@ -41,18 +42,16 @@ def status(where: CacheSettings | Path, *, watch: float | None = None) -> Outcom
 
 
 def _look(folder: Path, claims: Claims) -> Outcome:
-    plan, cache = Plan(folder), Cache(folder)
-    index = Index(folder)
-    states = find_states(folder, plan, index)
+    plan, index = Plan(folder), Index(folder)
+    states = find_states(folder, plan)  # without the index, which knows nothing of what befell records since
     plan.refuse_gaps(max([index.num_chunks, *(chunk + 1 for chunk in states.unplanned)]))
-    if states.unfinished and states.unfinished[0] < cache.snapshot.num_chunks:
-        # What is told of tokens is of the chunks that can be read, even if the index promises more.
-        cache = Cache(folder, states.unfinished[0])
+    cache, problems = _open(folder, states, index.num_chunks)
     builders = claims.builders()
     claimed = sorted({chunk for builder in builders for chunk in builder.chunks} & set(states.unfinished))
     rate = sum(builder.tells["bytes_per_second"] for builder in builders)
     left = sum(plan.page(chunk).chunk_bytes for chunk in states.unfinished)
     lines = [f"{folder}", *cache.summary.lines(), compression_line(cache), *_states_lines(states, claimed, cache)]
+    lines += problems
     lines += [_builder_line(builder) for builder in builders]
     if rate and left:
         lines.append(f"about {duration(left / rate)} left at {rate / 1e6:,.1f} MB of text per second")
@@ -70,6 +69,18 @@ def _look(folder: Path, claims: Claims) -> Outcome:
         "seconds_left": left / rate if rate else None,
     }
     return Outcome(lines=lines, values=values)
+
+
+def _open(folder: Path, states: ChunkStates, published: int) -> tuple[Cache, list[str]]:
+    """The cache of the chunks that can be read, even if the index promises more; and what is wrong with the index."""
+    complete = states.unfinished[0] if states.unfinished else states.planned
+    try:
+        cache = Cache(folder, min(complete, published or complete))
+        _ = cache.snapshot.digest  # read now, while there is another way
+        return cache, []
+    except CacheCorruptionError as error:
+        cache = Cache(folder, complete, from_records=True)
+        return cache, [str(error).splitlines()[0]]
 
 
 def _states_lines(states: ChunkStates, claimed: list[int], cache: Cache) -> list[str]:
