@@ -12,6 +12,7 @@ from disk import Disk, kill_at, lives_through
 from packhorse.cache import Cache, CacheSettings, store
 from packhorse.cache.check import check_cache
 from packhorse.cache.cleanup import clean, find_leftovers
+from packhorse.cache.commands.status import status
 from packhorse.cache.record import read_record, record_path
 from packhorse.cache.repair import repair_cache
 from packhorse.cli import main
@@ -250,6 +251,43 @@ def test_a_link_that_leads_nowhere_is_replaced_from_the_settings(name, cache, se
     (cache.folder / name).symlink_to(tmp_path / "nowhere")
     assert repair_cache(cache.folder, settings).is_good
     assert content(cache.folder) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["000000/00000050.json", "000007/00000001.json", "000000/1.json", "099999/99999999.json"]
+)
+@pytest.mark.parametrize("kind", ["nonsense", "copy", "folder", "other recipe"])
+def test_a_stray_record_hinders_no_build_and_goes_to_quarantine(name, kind, cache, build, tmp_path):
+    before, digest = content(cache.folder), cache.snapshot.digest
+    stray = cache.folder / "records" / name
+    stray.parent.mkdir(exist_ok=True)
+    value = store.read_sealed(record_path(cache.folder, 0))
+    if kind == "folder":
+        stray.mkdir()
+    elif kind == "nonsense":
+        stray.write_bytes(b"nonsense")
+    else:
+        more = {"chunk": int(stray.stem), "recipe": "0" * 64} if kind == "other recipe" else {}
+        stray.write_bytes(store.seal({**value, **more}))
+    assert build(str(tmp_path / "a.jsonl"), sequences_per_chunk=12).snapshot.digest == digest
+    outcome = status(cache.folder)
+    assert (outcome.values["planned"], outcome.values["missing"]) == (cache.snapshot.num_chunks, [])
+    (finding,) = check_cache(cache.folder).findings
+    assert (finding.kind, finding.path) == ("stray", stray)
+    result = repair_cache(cache.folder)
+    assert (result.is_good, result.refused) == (True, [])
+    assert not stray.exists()
+    assert content(cache.folder) == before
+    assert len(list((cache.folder / "quarantine").iterdir())) == 1
+
+
+def test_a_chunk_file_in_a_folder_of_other_numbers_is_not_there(cache, build, tmp_path):
+    before, path = content(cache.folder), file_of(cache, 1)
+    (cache.folder / "chunks/000007").mkdir()
+    path.rename(cache.folder / "chunks/000007" / path.name)
+    assert status(cache.folder).values["lost"] == [1]
+    build(str(tmp_path / "a.jsonl"), sequences_per_chunk=12)
+    assert before.items() <= content(cache.folder).items()
 
 
 def test_many_damaged_chunks_are_built_by_workers(cache):

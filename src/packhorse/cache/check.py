@@ -25,6 +25,7 @@ from packhorse.cache.record import (
     Record,
     chunk_path,
     committed_chunks,
+    misplaced_records,
     read_record,
     readable_records,
     record_path,
@@ -108,6 +109,7 @@ class _Check:
         self._identity()
         self._plan()
         self._suspects()
+        self._strays()
         self._records()
         self._index()
         self._metadata()
@@ -172,6 +174,16 @@ class _Check:
         path = self.plan.lost_page(max([self.index.num_chunks, *(chunk + 1 for chunk in unplanned)]))
         if path is not None and not any(finding.path == path for finding in self.report.findings):
             self.report.add("plan", path, f"{path} is missing, and chunks that it planned are there.")
+
+    def _strays(self) -> None:
+        """Files among the records that are no chunk's; beyond the plan there are chunks only if a page is gone."""
+        strays = misplaced_records(self.folder)
+        if self.plan is not None and not any(finding.kind == "plan" for finding in self.report.findings):
+            beyond = [chunk for chunk in self.committed if chunk >= self.plan.num_chunks]
+            strays += [record_path(self.folder, chunk) for chunk in beyond]
+            self.committed = self.committed[: len(self.committed) - len(beyond)]
+        for path in strays:
+            self.report.add("stray", path, f"{path} is the record of no chunk that is planned.")
 
     def _suspects(self) -> None:
         for path in sorted((self.folder / "suspects").glob("*.json")):

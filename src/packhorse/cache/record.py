@@ -222,8 +222,13 @@ def readable_records(folder: Path, chunks: list[int] | None = None) -> Iterator[
 
 
 def committed_chunks(folder: Path) -> list[int]:
-    """Numbers of the chunks that have a record, in order."""
-    return sorted(int(path.stem) for path in _files(folder / "records", ".json") if path.stem.isdigit())
+    """Numbers of the chunks that have a record, in order; some may be beyond the plan."""
+    return sorted(chunk for path in _files(folder / "records", ".json") if (chunk := _chunk_of(path)) is not None)
+
+
+def misplaced_records(folder: Path) -> list[Path]:
+    """What lies among the records under a name that no record has there."""
+    return sorted(path for path in _files(folder / "records", ".json") if _chunk_of(path) is None)
 
 
 def unplanned_chunks(folder: Path, beyond: list[int], recipe_digest: str | None) -> list[int]:
@@ -239,7 +244,8 @@ def chunk_sizes(folder: Path) -> dict[str, int]:
     sizes = {}
     for path in _files(folder / "chunks", ".chunk"):
         with suppress(FileNotFoundError):  # quarantined meanwhile
-            sizes[path.name] = file_size(path)
+            if _chunk_of(path) is not None:
+                sizes[path.name] = file_size(path)
     return sizes
 
 
@@ -249,6 +255,16 @@ def _removed(folder: Path) -> CacheError:
     )
 
 
+def _chunk_of(path: Path) -> int | None:
+    """The chunk whose record or file has this name, in this folder; None if none has."""
+    digits = path.stem.partition("-")[0]
+    if not (digits.isascii() and digits.isdecimal()):
+        return None
+    chunk = int(digits)
+    is_there = (path.parent.name, digits) == (f"{chunk // FOLDER_CHUNKS:06d}", f"{chunk:08d}")
+    return chunk if is_there and chunk < MAX_CHUNKS else None
+
+
 def _files(root: Path, suffix: str) -> list[Path]:
-    folders = [sub for sub in root.iterdir() if sub.name.isdigit()] if root.is_dir() else []
+    folders = [sub for sub in root.iterdir() if sub.name.isdigit() and sub.is_dir()] if root.is_dir() else []
     return [path for sub in folders for path in sub.iterdir() if path.suffix == suffix]

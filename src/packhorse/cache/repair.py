@@ -103,6 +103,7 @@ class _Work:
     def run(self) -> None:
         """Mend what can be mended; the rest is told in `refused`."""
         self._suspects()
+        self._strays()
         try:
             if self.kinds & {"recipe", "tokenizer"}:
                 self._identity()
@@ -129,6 +130,12 @@ class _Work:
                 store.quarantine(finding.path, self.folder)
                 store.publish(finding.path, store.seal({"engine": engine, "text": ""}))
                 self.result.mended.append(f"{finding.path} says again that {engine} is not to be trusted.")
+
+    def _strays(self) -> None:
+        for finding in self.result.before.findings:
+            if finding.kind == "stray":
+                moved = store.quarantine(finding.path, self.folder)
+                self.result.mended.append(f"{finding.path} is the record of no chunk; it is now {moved}.")
 
     def _identity(self) -> None:
         """Recipe and tokenizer, from the settings: only if they are those that the chunks were built with."""

@@ -13,6 +13,7 @@ REMEDIES = {
     "record": "`packhorse cache repair` builds the chunk again and writes the record anew.",
     "chunk": "`packhorse cache repair` builds it again from its source.",
     "index": "It is derived: `packhorse cache repair` derives it again from the records.",
+    "stray": "`packhorse cache repair` moves it to the quarantine.",
     "metadata": "It is derived: `packhorse cache repair` derives it again from the records.",
     "suspect": "`packhorse cache repair` writes down again that this engine is not to be trusted.",
 }
