@@ -172,6 +172,35 @@ def test_an_old_record_of_another_codec_is_replaced_by_the_one_that_the_index_kn
     assert content(cache.folder) == before
 
 
+@pytest.mark.parametrize("record", [0, 2])
+def test_one_repair_mends_all_that_is_damaged(record, cache, settings, build, tmp_path):
+    before = content(cache.folder)
+    flip(file_of(cache, 1), -1)
+    flip(cache.folder / "tokenizer/tokenizer.json", 5)
+    record_path(cache.folder, record).unlink()
+    shutil.rmtree(cache.folder / "index")
+    (cache.folder / "metadata.json").unlink()
+    result = repair_cache(cache.folder, settings)
+    assert (result.is_good, result.refused) == (True, []), result.lines()
+    # Without an index nothing tells that there was a record: its chunk is planned and not built.
+    assert Cache(cache.folder).snapshot.num_chunks == record
+    build(str(tmp_path / "a.jsonl"), sequences_per_chunk=12)
+    assert content(cache.folder) == before
+
+
+def test_the_index_is_derived_as_far_as_there_are_records(cache, tmp_path):
+    digest = cache.snapshot.digest_of(2)
+    flip(next((cache.folder / "index").iterdir()), -1)
+    flip(record_path(cache.folder, 2), 0)
+    (tmp_path / "a.jsonl").rename(tmp_path / "gone.jsonl")
+    result = repair_cache(cache.folder)
+    assert result.after.damaged_chunks == [2]
+    assert "a.jsonl is gone" in " ".join(result.refused)
+    assert Cache(cache.folder).snapshot.digest == digest
+    (tmp_path / "gone.jsonl").rename(tmp_path / "a.jsonl")
+    assert repair_cache(cache.folder).is_good
+
+
 def test_two_swapped_chunks_are_both_built_again(cache):
     before = content(cache.folder)
     paths = [file_of(cache, 0), file_of(cache, 1)]

@@ -23,12 +23,13 @@ from packhorse.cache.locations import Locations
 from packhorse.cache.metadata import check_metadata, write_metadata
 from packhorse.cache.plan import Plan
 from packhorse.cache.recipe import Identity, create, make_recipe, read_identity
-from packhorse.cache.record import Record, chunk_path, read_record, readable_records, record_path
+from packhorse.cache.record import Record, chunk_path, committed_chunks, read_record, readable_records, record_path
 from packhorse.cache.regular import read_file, read_parts
 from packhorse.cache.report import Report
 from packhorse.cache.scratch import Scratch
 from packhorse.cache.settings import CacheSettings
 from packhorse.cache.snapshot import Index, next_digest
+from packhorse.cache.states import find_states
 from packhorse.cache.suspects import Suspects
 from packhorse.cache.workers import Workers, usable_cores
 from packhorse.corpus.tokenizer import locate_tokenizer, read_tokenizer
@@ -119,7 +120,8 @@ class _Work:
             self._chunks(wanted, plan, identity)
         if "plan" in self.kinds:
             return  # what is derived from it would lose what only the index still knows
-        if self.index_changed or "index" in self.kinds:
+        has_none = not Index(self.folder).num_chunks and 0 in committed_chunks(self.folder)
+        if self.index_changed or has_none or "index" in self.kinds:
             self._index(plan, identity)
         self._metadata(identity)
 
@@ -299,7 +301,11 @@ class _Work:
                 self.result.mended.append("metadata.json was derived again from the records.")
 
     def _index(self, plan: Plan, identity: Identity) -> None:
+        unreadable = find_states(self.folder, plan).unreadable
         index = Index(self.folder)
         index.forget()
-        index.extend(plan.num_chunks, Suspects(self.folder).trust(plan, identity.recipe.digest))
+        # As far as it goes: a record that could not be repaired ends it.
+        index.extend(
+            min(unreadable, default=plan.num_chunks), Suspects(self.folder).trust(plan, identity.recipe.digest)
+        )
         self.result.mended.append(f"The index was derived again from the records: {index.num_chunks} chunks.")
