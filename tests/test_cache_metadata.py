@@ -55,6 +55,18 @@ def test_without_compression_it_says_so_and_a_stream_has_documents(build):
     assert [(entry["files"], entry["documents"]) for entry in found["sources"]] == [(0, len(TEXTS))]
 
 
+def test_a_file_that_grew_is_one_file_of_its_latest_size(build, source, tmp_path):
+    for seed in (4, 5):
+        write_jsonl(tmp_path / "a.jsonl", make_texts(30, seed=seed, words=30), "a")
+        (entry,) = metadata(build(source))["sources"]
+        assert (entry["files"], entry["bytes"]) == (1, (tmp_path / "a.jsonl").stat().st_size)
+    write_jsonl(tmp_path / "b.jsonl", make_texts(30, seed=6, words=30))
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    found = metadata(build([str(path) for path in paths]))["sources"]
+    assert sum(entry["files"] for entry in found) == 2
+    assert sum(entry["bytes"] for entry in found) == sum(path.stat().st_size for path in paths)
+
+
 def test_another_name_of_an_equal_tokenizer_is_accepted_and_said(build, source, gpt2_like, tmp_path, capsys):
     from packhorse.cache import CacheSettings, update_cache
 

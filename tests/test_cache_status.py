@@ -185,8 +185,31 @@ def test_grow_says_what_is_new_and_leaves_what_was_there(settings):
     assert outcome.values["new_files"] == [str(Path(settings.source) / "b.jsonl")]
     new = outcome.values["new_chunks"]
     assert new[0] == len(before)
-    assert f"new: {len(new)} chunks ({new[0]}-{new[-1]}) from 1 new files (b.jsonl)" in outcome.lines[1]
+    assert f"new: {len(new)} chunks ({new[0]}-{new[-1]}) from 1 new file (b.jsonl), " in outcome.lines[1]
     assert payloads(open_cache(settings))[: len(before)] == before
     write_jsonl(Path(settings.source) / "b.jsonl", make_texts(60, seed=10, words=20), "a")
     assert outcome.values["new_chunks"]
     assert grow(dataclasses.replace(settings)).values["new_chunks"]
+
+
+def test_grow_tells_an_appended_file_as_longer_and_how_much_was_appended(settings):
+    update_cache(settings, quiet=True)
+    path = Path(settings.source) / "a.jsonl"
+    before = path.stat().st_size
+    write_jsonl(path, ["one line"], "a")
+    outcome = grow(settings)
+    chunk = outcome.values["planned"] - 1
+    added = path.stat().st_size - before
+    assert outcome.lines[1] == f"new: 1 chunk ({chunk}) from 1 longer file (a.jsonl), {added} bytes"
+    assert (outcome.values["new_files"], outcome.values["longer_files"]) == ([], [str(path)])
+
+
+def test_grow_counts_the_rows_of_tables_and_names_new_and_longer_files(settings):
+    update_cache(settings, quiet=True)
+    write_jsonl(Path(settings.source) / "a.jsonl", make_texts(40, seed=8, words=20), "a")
+    write_jsonl(Path(settings.source) / "c.jsonl", make_texts(40, seed=9, words=20))
+    line = grow(settings).lines[1]
+    assert "from 1 new file (c.jsonl) and 1 longer file (a.jsonl), " in line
+    texts = dataclasses.replace(settings, source=make_texts(40, seed=10), name="stream", max_documents=30)
+    update_cache(texts, quiet=True)
+    assert grow(dataclasses.replace(texts, max_documents=None)).lines[1].endswith("from more of known sources, 10 rows")

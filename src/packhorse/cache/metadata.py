@@ -78,11 +78,16 @@ def _sources(plan: Plan, num_chunks: int) -> list[dict[str, Any]]:
     """What the chunks were made from, in the order of the plan."""
     files = {number: plan.files[number] for chunk in range(num_chunks) for number, _, _ in plan.entry(chunk)}
     sources: dict[str, dict[str, Any]] = {}
+    sizes: dict[str, dict[str, int]] = {}
     for _, file in sorted(files.items()):
         value = sources.setdefault(file.source, {"source": file.source, "files": 0, "bytes": 0, "documents": 0})
-        # The size of a part of a stream is its documents.
-        value["files"] += file.packed != "stream"
-        value["documents" if file.packed == "stream" else "bytes"] += file.size
+        if file.packed == "stream":
+            value["documents"] += file.size  # the size of a part of a stream
+            continue
+        # A file to which lines were appended is planned again as a longer one, and still is one file.
+        own = sizes.setdefault(file.source, {})
+        own[file.path] = file.size
+        value["files"], value["bytes"] = len(own), sum(own.values())
     return list(sources.values())
 
 
