@@ -118,9 +118,8 @@ class Index:
         """Look for pages that were published since."""
         longest: dict[int, tuple[int, str]] = {}
         root = self.folder / "index"
-        for name in (
-            os.listdir(root) if root.is_dir() and not self._in_memory else ()
-        ):  # no `Path` of each: there are hundreds
+        # No `Path` of each: there are hundreds.
+        for name in os.listdir(root) if root.is_dir() and not self._in_memory else ():
             stem, _, suffix = name.rpartition(".")
             first, _, count = stem.partition("-")
             if suffix == "idx" and first.isdigit() and count.isdigit():
