@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-import secrets
 import shutil
 import subprocess
 import sys
@@ -93,9 +92,7 @@ class Lease:
             if remove:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # At once out of the way of a run that begins now.
-                going = self._folder.with_name(f"{store.TEMPORARY}{self._folder.name}-{secrets.token_hex(4)}")
-                self._folder.rename(going)
-                shutil.rmtree(going, ignore_errors=True)
+                shutil.rmtree(store.put_aside(self._folder), ignore_errors=True)
         except (BlockingIOError, FileNotFoundError):
             pass  # others are still at work, and the last of them removes it; or somebody else has
         finally:

@@ -248,7 +248,7 @@ class Building:
         self._tell_gaps(states)
         for chunk in states.suspect:
             self.suspects.put_out_of_use(chunk)
-        planned = [self.plan.page(chunk) for chunk in states.unfinished if chunk in self.selection]
+        planned = [self.plan.page(chunk) for chunk in self._left(states)]
         refuse_small_disk(self.settings, self.recipe, self.folder, self.plan, planned)
         yield from self._jobs_for(states.unfinished)
         if self.selection.needs_more_than(self.plan.num_chunks):

@@ -57,7 +57,7 @@ def check_cache(folder: Path, depth: Depth = "full", sources: list[Source] | Non
     if depth != "quick":
         check.chunk_files(quiet)
     if depth == "deep" and check.identity is not None and check.plan is not None:
-        planned = [chunk for chunk in check.committed if chunk < check.plan.num_chunks]
+        planned, _ = check.plan.divide(check.committed)
         check.report.retokenized = check_sample(
             check.plan, check.identity, readable_records(folder, planned), sources, check.report
         )
@@ -169,7 +169,7 @@ class _Check:
             if not any(finding.kind == "plan" for finding in self.report.findings):
                 self.report.add("plan", root, error)
             return
-        beyond = [chunk for chunk in self.committed if chunk >= self.plan.num_chunks]
+        _, beyond = self.plan.divide(self.committed)
         unplanned = unplanned_chunks(self.folder, beyond, self.identity and self.identity.recipe.digest)
         path = self.plan.lost_page(max([self.index.num_chunks, *(chunk + 1 for chunk in unplanned)]))
         if path is not None and not any(finding.path == path for finding in self.report.findings):
@@ -179,9 +179,8 @@ class _Check:
         """Files among the records that are no chunk's; beyond the plan there are chunks only if a page is gone."""
         strays = misplaced_records(self.folder)
         if self.plan is not None and not any(finding.kind == "plan" for finding in self.report.findings):
-            beyond = [chunk for chunk in self.committed if chunk >= self.plan.num_chunks]
+            self.committed, beyond = self.plan.divide(self.committed)
             strays += [record_path(self.folder, chunk) for chunk in beyond]
-            self.committed = self.committed[: len(self.committed) - len(beyond)]
         for path in strays:
             self.report.add("stray", path, f"{path} is the record of no chunk that is planned.")
 

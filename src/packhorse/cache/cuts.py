@@ -8,7 +8,7 @@ from packhorse.corpus.documents import TextFile
 from packhorse.corpus.filters import parse_filters
 from packhorse.corpus.lines import find_cut
 from packhorse.corpus.masks import is_excluded
-from packhorse.corpus.tables import column_weight, file_version, holds_ids, open_arrow, open_parquet
+from packhorse.corpus.tables import ID_BYTES, column_weight, file_version, holds_ids, open_arrow, open_parquet
 
 
 def cut_ranges(ranges: list[Range], files: dict[int, TextFile], chunk_bytes: int) -> Iterator[list[Range]]:
@@ -102,7 +102,7 @@ def _read_row_groups(file: TextFile, version: tuple[int, ...]) -> list[tuple[int
     if file.kind == "arrow":
         column = open_arrow(file.path).column(file.column)
         has_ids = holds_ids(column.type)
-        weight = 4 * sum(len(part.flatten()) for part in column.chunks) if has_ids else column.nbytes
+        weight = ID_BYTES * sum(len(part.flatten()) for part in column.chunks) if has_ids else column.nbytes
         return [(0, len(column), weight)] if len(column) else []
     groups = []
     comparisons = parse_filters(file.filters)

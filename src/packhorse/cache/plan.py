@@ -136,6 +136,11 @@ class Plan:
         self.reload()
         return self.pages[page.page]
 
+    def divide(self, chunks: list[int]) -> tuple[list[int], list[int]]:
+        """Chunks in order -> those that are planned, and those beyond the plan."""
+        planned = [chunk for chunk in chunks if chunk < self.num_chunks]
+        return planned, chunks[len(planned) :]
+
     def lost_page(self, chunks_elsewhere: int) -> Path | None:
         """The first page that is gone: later pages exist, or more chunks than are planned."""
         later = [p for p in self._path(0).parent.glob("*.json") if p.stem.isdigit() and int(p.stem) > len(self.pages)]

@@ -10,7 +10,7 @@ from packhorse.cache.plan import Range
 from packhorse.corpus.documents import Skipped, TextFile, is_unicode, read_documents
 from packhorse.corpus.lines import find_cut
 from packhorse.corpus.sources import Document, document_bytes
-from packhorse.corpus.tables import cell_bytes, holds_ids, read_column
+from packhorse.corpus.tables import ID_BYTES, cell_bytes, holds_ids, read_column
 
 SAMPLE_BYTES = 64 * 1024
 """Text that is tokenized to learn how many bytes a chunk needs."""
@@ -74,7 +74,7 @@ def _part_of_table(file: TextFile, start: int, stop: int, enough: int) -> tuple[
     size = 0.0
     for cells, keep in read_column(file.path, file.kind, file.column, start, stop, file.filters):
         start += len(cells) if keep is None else len(keep)
-        size += float(cell_bytes(cells).sum()) * (0.5 if holds_ids(cells.type) else 1)  # an id counts as four bytes
+        size += float(cell_bytes(cells).sum()) * (ID_BYTES / 8 if holds_ids(cells.type) else 1)
         if size >= enough:
             break
     return start, size
@@ -83,7 +83,7 @@ def _part_of_table(file: TextFile, start: int, stop: int, enough: int) -> tuple[
 def tokens_per_byte_of(sample: list[Document], count_tokens: CountTokens) -> float:
     """Of some documents, each as many bytes as `document_bytes` says."""
     if any(isinstance(document, np.ndarray) for document in sample):
-        return 1 / document_bytes(np.zeros(1, np.int64))
+        return 1 / ID_BYTES
     texts: list[str] = []
     size = 0
     for document in sample:

@@ -1,6 +1,5 @@
 """A cache -> nothing. First it gets another name, at once; then it is taken apart, and nobody sees it half gone."""
 
-import secrets
 import time
 from pathlib import Path
 
@@ -47,7 +46,6 @@ def remove_cache(folder: Path) -> None:
     """
     refuse_removal(folder)
     folder = store.renameable(folder)
-    going = folder.with_name(f"{store.TEMPORARY}{folder.name}-{secrets.token_hex(4)}")
     with store.disk_errors(folder):
-        folder.rename(going)
-    store.remove_folder(going)
+        aside = store.put_aside(folder)
+    store.remove_folder(aside)

@@ -55,10 +55,10 @@ def find_states(folder: Path, plan: Plan, index: Index | None = None) -> ChunkSt
     states.missing.extend(sorted(set(range(plan.num_chunks)) - set(committed)))
     sizes = chunk_sizes(folder)
     engines = Suspects(folder).engines()
-    beyond = [chunk for chunk in committed if chunk >= plan.num_chunks]
+    planned, beyond = plan.divide(committed)
     if beyond:
         states.unplanned.extend(unplanned_chunks(folder, beyond, read_identity(folder).recipe.digest))
-    for chunk in committed[: len(committed) - len(beyond)]:
+    for chunk in planned:
         try:
             digest, size = _recorded(folder, index, chunk)
             found = sizes.get(chunk_path(folder, chunk, digest).name)

@@ -154,6 +154,13 @@ def quarantine(path: Path, cache_folder: Path) -> Path:
     return target
 
 
+def put_aside(folder: Path) -> Path:
+    """Take a folder's name from it at once, so that it can be taken apart; where it is now."""
+    aside = folder.with_name(f"{TEMPORARY}{folder.name}-{secrets.token_hex(4)}")
+    folder.rename(aside)
+    return aside
+
+
 def renameable(folder: Path) -> Path:
     """The same folder by a name that it can lose: `.` and `..` are no names, and mean another folder afterwards."""
     return folder.resolve() if folder.name in ("", "..") else folder

@@ -29,7 +29,7 @@ from packhorse.corpus.files import SourceFile, check_column, find_files, probe_f
 from packhorse.corpus.filters import LEFT_OUT, LeftOut, parse_filters, passes
 from packhorse.corpus.hub import AS_USUAL, Downloads, check_features, columns_read, load_data_set
 from packhorse.corpus.sample import SampleCorpus
-from packhorse.corpus.tables import open_arrow
+from packhorse.corpus.tables import ID_BYTES, open_arrow
 from packhorse.errors import SourceError
 
 ROWS_OF_TEXT = ("csv", "json", "text", "xml")
@@ -46,7 +46,7 @@ def document_bytes(document: Document) -> int:
     """What a document weighs: a text its UTF-8, an id four bytes, a row without a document one."""
     if isinstance(document, str):
         return len(document) if document.isascii() else len(document.encode("utf-8", "surrogatepass"))
-    return 4 * len(document) if isinstance(document, np.ndarray) else 1
+    return ID_BYTES * len(document) if isinstance(document, np.ndarray) else 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,8 @@ from packhorse.corpus.filters import parse_filters
 from packhorse.corpus.masks import is_excluded, keep_rows
 from packhorse.errors import SourceError
 
+ID_BYTES = 4
+"""What an id of a source of ids weighs, beside the bytes of texts."""
 LARGE_GROUP = 64 * 2**20
 """Row groups with more text are not kept, and not read at once."""
 BATCH_BYTES = 2**19
@@ -65,7 +67,7 @@ def column_weight(file, number: int, name: str) -> int:
     """What a column of a row group weighs in a plan: texts their bytes; ids four each, however they are encoded."""
     group = file.metadata.row_group(number)
     if any(len(file.reader.column_paths[i]) > 1 for i in _parts(file, name)):
-        return 4 * sum(group.column(i).num_values for i in _parts(file, name))
+        return ID_BYTES * sum(group.column(i).num_values for i in _parts(file, name))
     return column_bytes(file, number, name)
 
 

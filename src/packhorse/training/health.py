@@ -55,8 +55,8 @@ def health(folder: Path, silent_seconds: float = SILENT_SECONDS) -> dict[str, An
     logs = read_run(found)
     losses = logs.scalars.get("train/loss", [])
     # What is logged in a step has the number of the steps before it; an end, with their total, that of all.
-    ends = {"run/ended": 0, "run/steps": 0}
-    steps = (points[-1].step + ends.get(name, 1) for name, points in logs.scalars.items() if name != "step")
+    ends = ("run/ended", "run/steps")
+    steps = (points[-1].step + (name not in ends) for name, points in logs.scalars.items() if name != "step")
     step = max(steps, default=0)
     rate, total = logs.last("steps_per_second"), logs.last("run/steps")
     state = _state(logs, silent_seconds)

@@ -6,6 +6,7 @@ logits of a batch, so vocabularies of 150,000 entries cost little memory. Gates 
 
 import os
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -124,7 +125,7 @@ class LanguageModule(LightningModule):
     def declared_vocab_size(self) -> int | None:
         """The model's vocabulary, if it is fixed before the tokenizer is known."""
         if self.pretrained is not None:
-            return plain_config(self.pretrained).vocab_size
+            return self._plain_config.vocab_size
         return self.model_config.get("vocab_size")
 
     def make_config(self, vocab_size: int, special_ids: dict[str, int | None] | None = None) -> PreTrainedConfig:
@@ -139,14 +140,19 @@ class LanguageModule(LightningModule):
         """
         try:
             if self.pretrained is not None:
-                plain = plain_config(self.pretrained)
-                return FAMILIES[family_of(plain)][0].from_base(plain, self.infini_attention)
+                return FAMILIES[family_of(self._plain_config)][0].from_base(self._plain_config, self.infini_attention)
             values = {"vocab_size": vocab_size, **(special_ids or {}), **self.model_config}
             return FAMILIES[self.family][0](**values, infini_attention=self.infini_attention)
+        except SettingsError:
+            raise
         except ValueError as error:
-            raise (
-                error if isinstance(error, SettingsError) else SettingsError(f"`model` makes no sense: {error}")
-            ) from None
+            raise SettingsError(f"`model` makes no sense: {error}") from None
+
+    @cached_property
+    def _plain_config(self) -> PreTrainedConfig:
+        """Of the checkpoint to continue from; asked for several times before a run begins, perhaps from the hub."""
+        assert self.pretrained is not None
+        return plain_config(self.pretrained)
 
     def configure_model(self) -> None:
         """Make the model, once."""
