@@ -2,10 +2,15 @@
 
 from collections.abc import Mapping
 
+from lightning.pytorch.utilities import rank_zero_warn
+
 from packhorse.cache import Cache, DataSettings, open_cache
 from packhorse.errors import SettingsError
 from packhorse.training.mixture import shares_of
 from packhorse.training.state import RunState, Snapshots, StageStart, check_snapshot
+
+MIN_UTILISATION = 0.9
+"""Below this share of real tokens nobody trains without being told."""
 
 
 def open_caches(settings: DataSettings) -> dict[str, Cache]:
@@ -18,6 +23,17 @@ def open_caches(settings: DataSettings) -> dict[str, Cache]:
         )
         raise SettingsError(f"Caches of one mixture need the same tokenizer and sequence length:\n{listed}")
     return caches
+
+
+def warn_of_padding(caches: Mapping[str, Cache]) -> None:
+    """Padding that nobody notices costs as much as real tokens."""
+    for name, cache in caches.items():
+        if cache.utilisation < MIN_UTILISATION:
+            rank_zero_warn(
+                f"Only {cache.utilisation:.1%} of the tokens in the sequences of {name} are text, the rest is "
+                "padding: there is too little text for chunks of this size, or documents are much shorter than "
+                "`sequence_length`. `packing: concat`, shorter sequences or more text help."
+            )
 
 
 def pin_caches(caches: Mapping[str, Cache], state: RunState) -> dict[str, Cache]:

@@ -1,18 +1,22 @@
-"""A checkpoint against the configuration: what cannot go on is refused in words, before its weights load.
+"""A model or a checkpoint against the configuration: what cannot go on is refused in words, before weights load.
 
-Where the checkpoint is known early enough, that is before the caches are built, which may take hours.
+What is known early enough is refused before the caches are built, which may take hours.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from lightning import LightningModule
 from transformers import PreTrainedConfig
 
 from packhorse.cache import DataSettings
 from packhorse.cache.recipe import make_recipe
 from packhorse.cache.tokenizers import resolve_tokenizer
-from packhorse.errors import CheckpointError
+from packhorse.errors import CheckpointError, TokenizerError
 from packhorse.training.state import CacheState, check_recipe
+
+ANY_VOCABULARY = 2**20
+"""Where that of the tokenizer is not known yet."""
 
 SHAPES = (
     "model_type",
@@ -71,6 +75,31 @@ def check_shapes(saved: dict[str, Any], config: PreTrainedConfig) -> None:
             "The checkpoint is of another model than the configured one:\n" + "\n".join(differing) + "\n"
             "Take the configuration that was saved beside the checkpoint (`--config RUN/config.yaml`), or begin a new "
             "run without `--ckpt_path`."
+        )
+
+
+def check_model(module: LightningModule, settings: DataSettings) -> None:
+    """Refuse a model that cannot be made, or is too small for its tokenizer, before hours of building.
+
+    Args:
+        module: What is trained; of one that is not ours nothing is known.
+        settings: The `data:` group.
+
+    Raises:
+        SettingsError: Its settings make no model.
+        TokenizerError: The tokenizer has more ids than the model has entries.
+    """
+    size = getattr(module, "declared_vocab_size", None)
+    if hasattr(module, "make_config"):
+        module.make_config(size or ANY_VOCABULARY)
+    if size is None:
+        return
+    tokenizer, _ = resolve_tokenizer(settings.cache)
+    if tokenizer.vocab_size > size:
+        raise TokenizerError(
+            f"The tokenizer {settings.tokenizer} has ids up to {tokenizer.vocab_size - 1:,}, but the model's "
+            f"vocabulary has {size:,} entries.\nLeave `vocab_size` out (it follows the tokenizer), or take the "
+            "model's own tokenizer."
         )
 
 

@@ -12,18 +12,16 @@ from typing import Any
 import numpy as np
 from lightning import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from packhorse.cache import Cache, DataSettings
 from packhorse.cache.background import BackgroundBuilder, Lease
 from packhorse.cache.progress import say
 from packhorse.cache.selection import Selection
-from packhorse.cache.tokenizers import resolve_tokenizer
 from packhorse.cache.update import build_selection
-from packhorse.errors import CacheIncompleteError, SettingsError, SnapshotMismatch, TokenizerError
-from packhorse.training.caches import open_caches, snapshots_of, stage_starts
-from packhorse.training.compatibility import check_before_building
+from packhorse.errors import CacheIncompleteError, SettingsError, SnapshotMismatch
+from packhorse.training.caches import open_caches, snapshots_of, stage_starts, warn_of_padding
+from packhorse.training.compatibility import check_before_building, check_model
 from packhorse.training.live import EVERY_STEPS, POLL_SECONDS, LiveCaches, build_first, set_epoch_length
 from packhorse.training.mixture import RunOrder
 from packhorse.training.plan import RunPlan
@@ -34,11 +32,6 @@ from packhorse.training.sampler import PassSampler, Rows, TrainLoader, TrainSamp
 from packhorse.training.state import RunState, begin_run, check_snapshot
 from packhorse.training.trainer_limits import check_limits
 from packhorse.training.validation import ask_for_sequences_again, count_over_the_run
-
-ANY_VOCABULARY = 2**20
-"""Where that of the tokenizer is not known yet."""
-MIN_UTILISATION = 0.9
-"""Below this share of real tokens nobody trains without being told."""
 
 
 class TokenDataModule(LightningDataModule):
@@ -82,7 +75,8 @@ class TokenDataModule(LightningDataModule):
         if is_fitting:
             module = self.trainer.lightning_module
             check_limits(self.trainer, self.settings, getattr(module, "schedule_settings", None))
-        self._check_vocabulary()
+        if self.trainer is not None:
+            check_model(self.trainer.lightning_module, self.settings)
         self._check_checkpoint()
         first, settings = self.settings.chunks_first, list(self.settings.caches.values())
         if first is None:
@@ -110,7 +104,7 @@ class TokenDataModule(LightningDataModule):
             self.trainer.reload_dataloaders_every_n_epochs = 1
             count_over_the_run(self.trainer)
             self.run, self._known, self._must_align = Run(self.trainer, self.settings, self.caches), None, False
-            self._check_utilisation()
+            warn_of_padding(self.caches)
             if self.settings.chunks_first is not None:
                 self._live = LiveCaches(self.caches, self._builder, self.trainer)
 
@@ -382,22 +376,6 @@ class TokenDataModule(LightningDataModule):
                 return known.eval_sequences or snapshot.eval_sequences
         return snapshot.eval_sequences
 
-    def _check_vocabulary(self) -> None:
-        """A model that cannot be made, or is too small for its tokenizer, is found before hours of building."""
-        module = self.trainer.lightning_module if self.trainer is not None else None
-        size = getattr(module, "declared_vocab_size", None)
-        if hasattr(module, "make_config"):
-            module.make_config(size or ANY_VOCABULARY)
-        if size is None:
-            return
-        facts, _ = resolve_tokenizer(self.settings.cache)
-        if facts.vocab_size > size:
-            raise TokenizerError(
-                f"The tokenizer {self.settings.tokenizer} has ids up to {facts.vocab_size - 1:,}, but the model's "
-                f"vocabulary has {size:,} entries.\nLeave `vocab_size` out (it follows the tokenizer), or take the "
-                "model's own tokenizer."
-            )
-
     def _check_checkpoint(self) -> None:
         """A run that cannot go on is found before hours of building, too."""
         if self._to_come and self.trainer is not None:
@@ -405,16 +383,6 @@ class TokenDataModule(LightningDataModule):
             known = RunState.from_dict(data).caches if data else ()
             make_config = self.trainer.lightning_module.make_config
             check_before_building(self._to_come["packhorse"]["config"], known, self.settings, make_config)
-
-    def _check_utilisation(self) -> None:
-        """Padding that nobody notices costs as much as real tokens."""
-        for name, cache in self.caches.items():
-            if cache.utilisation < MIN_UTILISATION:
-                rank_zero_warn(
-                    f"Only {cache.utilisation:.1%} of the tokens in the sequences of {name} are text, the rest is "
-                    "padding: there is too little text for chunks of this size, or documents are much shorter than "
-                    "`sequence_length`. `packing: concat`, shorter sequences or more text help."
-                )
 
     def _eval_loader(self, sequences: dict[str, int]) -> DataLoader | list:
         """The first evaluation sequences of each cache, shared out to the ranks."""
